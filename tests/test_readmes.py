@@ -45,6 +45,8 @@ def commands() -> Iterator[tuple[Path, str]]:
 
 def read(words: list[str]) -> None:
     """Hold a command against the parser that reads it, which ends the process where it refuses."""
+    if "--" in words:  # what follows is for another program
+        words = words[: words.index("--")]
     if words[:3] == ["python", "-m", "ptq"]:
         words = words[2:]
     if words[0] == "python":

@@ -71,19 +71,7 @@ def _add_other_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="ENGINE",
         help="ptq (this one, the default), or vllm, or vllm=PYTHON: the interpreter of an "
         "environment that has vLLM, which is started on the checkpoint after a check of what it "
-        "can take; options of its own follow `--`",
-    )
-    add(
-        "--pipeline-parallel",
-        type=count,
-        default=1,
-        metavar="N",
-        help="of vLLM: groups of GPUs that each hold a part of the layers; default 1",
-    )
-    add(
-        "--executor",
-        choices=("mp", "ray"),
-        help="of vLLM: how its processes are started; ray for GPUs of several hosts",
+        "can take; options of `vllm serve` follow `--`",
     )
 
 

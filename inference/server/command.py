@@ -33,7 +33,7 @@ from inference.server.engine_client import EngineClient
 from inference.server.messages import EngineInfo
 from inference.server.served_engine import ServedEngine
 from inference.server.settings import Limits, ServerSettings
-from inference.server.vllm.launch import start_vllm
+from inference.server.vllm import start_vllm
 
 if TYPE_CHECKING:
     from formats import tokenizer as tokenizers
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_vllm(
             arguments, parser().parse_args([str(arguments.checkpoint)]), folder, key, further
         )
-    _refuse_theirs(arguments, further)
+    if further:
+        raise RequestError(f"-- {' '.join(further)}: of vLLM; add --engine vllm, or leave it out")
     require_extra()
     folder = locate_model(arguments.checkpoint, arguments.revision)
     read_config(folder)  # a folder of something else is told at once
@@ -89,22 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before and behind `--`."""
+    """What stands before and after `--`."""
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
-
-
-def _refuse_theirs(arguments: argparse.Namespace, further: Sequence[str]) -> None:
-    """Refuse options of another engine.
-
-    Raises:
-        RequestError: there are some.
-    """
-    theirs = ["--pipeline-parallel"] if arguments.pipeline_parallel > 1 else []
-    theirs += ["--executor"] if arguments.executor is not None else []
-    theirs += ["--", *further] if further else []
-    if theirs:
-        raise RequestError(f"{' '.join(theirs)}: of vLLM; add --engine vllm, or leave it out")
 
 
 def _serve(

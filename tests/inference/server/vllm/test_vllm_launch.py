@@ -12,9 +12,7 @@ import pytest
 
 from formats.errors import RequestError
 from inference.server import command
-from inference.server.arguments import parser
-from inference.server.vllm.check import Shards, check_vllm
-from inference.server.vllm.launch import vllm_options
+from inference.server.vllm import Shards, check_vllm, shards_of
 
 ROOT = Path(__file__).parents[4]
 STAND_IN = """#!{python}
@@ -60,8 +58,8 @@ def changed(folder: Path, to: Path, change) -> Path:
 
 def test_it_becomes_vllms_server_on_the_checkpoint(a8w8c8, stand_in):
     python = stand_in()
-    words = [str(a8w8c8), "--engine", f"vllm={python}", "--port", "8123", "--tensor-parallel", "2"]
-    words += ["--", "--enforce-eager", "--dtype", "float32"]
+    theirs = ["--port", "8123", "--tensor-parallel-size", "2", "--enforce-eager"]
+    words = [str(a8w8c8), "--engine", f"vllm={python}", "--", *theirs]
     done = subprocess.run(
         [sys.executable, "-m", "ptq", "serve", *words],
         env=os.environ | {"PTQ_API_KEY": "secret", "PYTHONPATH": f"{ROOT}{os.pathsep}/elsewhere"},
@@ -74,11 +72,7 @@ def test_it_becomes_vllms_server_on_the_checkpoint(a8w8c8, stand_in):
     *notes, last = done.stdout.splitlines()
     arguments, environment = json.loads(last)
     assert arguments[:3] == ["-m", "vllm.entrypoints.cli.main", "serve"]
-    assert arguments[3] == str(a8w8c8)
-    told = " ".join(arguments)
-    assert "--port 8123" in told
-    assert "--tensor-parallel-size 2" in told
-    assert arguments[-3:] == ["--enforce-eager", "--dtype", "float32"]
+    assert arguments[3:] == [str(a8w8c8), *theirs, "--served-model-name", str(a8w8c8)]
     assert environment == {
         "VLLM_API_KEY": "secret",
         "PYTHONPATH": "/elsewhere",
@@ -89,25 +83,26 @@ def test_it_becomes_vllms_server_on_the_checkpoint(a8w8c8, stand_in):
     assert notes[-1].startswith(f"starting {python} -m vllm")
 
 
-def test_arguments_are_told_in_vllms_words():
-    words = ["m", "--engine", "vllm", "--pipeline-parallel", "2", "--executor", "ray"]
-    words += ["--data-parallel", "3", "--max-batch-size", "9", "--max-batched-tokens", "512"]
-    words += ["--served-model-name", "a", "--served-model-name", "b", "--no-prefix-cache"]
-    assert vllm_options(parser().parse_args(words), Path("/m")) == (
-        "/m --served-model-name a b --host 127.0.0.1 --port 8000 --max-num-seqs 9 "
-        "--max-num-batched-tokens 512 --distributed-executor-backend ray "
-        "--pipeline-parallel-size 2 --data-parallel-size 3 --no-enable-prefix-caching"
-    ).split(" ")
+def test_a_name_of_the_users_own_and_the_number_of_gpus_are_read(a8w8c8, stand_in):
+    assert shards_of(["--port", "1", "-tp", "4", "-pp", "2", "--dtype=auto"]) == Shards(4, 2)
+    assert shards_of(["--tensor-parallel-size=3"]) == Shards(3)
+    with pytest.raises(RequestError, match="options of vLLM: .*--tensor-parallel-size.*'x'"):
+        shards_of(["--tensor-parallel-size", "x"])
+    words = [str(a8w8c8), "--engine", f"vllm={stand_in()}", "--", "--served-model-name", "a"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ptq", "serve", *words], capture_output=True, text=True, cwd=ROOT
+    )
+    arguments, _ = json.loads(done.stdout.splitlines()[-1])
+    assert arguments[4:] == ["--served-model-name", "a"]
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--engine", "vllm", "--speculate", "ngram"], "--speculate is of this engine alone"),
-        (["--engine", "vllm", "--max-queue", "9"], "--max-queue .*vLLM has nothing like it"),
-        (["--engine", "vllm", "--device", "cuda:1"], "set CUDA_VISIBLE_DEVICES=1"),
+        (["--engine", "vllm", "--speculate", "ngram"], "does not take --speculate: .* follow `--`"),
+        (["--engine", "vllm", "--port", "9", "--device", "cuda:1"], "take --device, --port: "),
+        (["--engine", "vllm", "--", "-tp", "3"], "which --tensor-parallel-size 3 does not divide"),
         (["--engine", "vllm=/no/where"], "--engine vllm=/no/where: it does not run"),
-        (["--pipeline-parallel", "2"], "--pipeline-parallel: of vLLM; add --engine vllm"),
         (["--", "--enforce-eager"], "-- --enforce-eager: of vLLM"),
     ],
 )
@@ -164,7 +159,7 @@ def test_what_cannot_be_served_is_refused_by_name(a8w8c8, make_quantized, tiny_l
     with pytest.raises(RequestError) as error:
         check_vllm(make_quantized(tiny_llama, "w4"), Shards(tensor=3, pipeline=5))
     told = str(error.value)
-    assert "it has 4 attention heads, which --tensor-parallel 3 does not divide" in told
-    assert "it has 2 layers, too few for --pipeline-parallel 5" in told
+    assert "it has 4 attention heads, which --tensor-parallel-size 3 does not divide" in told
+    assert "it has 2 layers, too few for --pipeline-parallel-size 5" in told
     with pytest.raises(RequestError, match="o_proj has 128 inputs with a scale for every"):
         check_vllm(make_quantized(tiny_llama, "w4"), Shards(tensor=4))

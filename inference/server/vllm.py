@@ -1,26 +1,51 @@
-"""What vLLM can take of a checkpoint, told before it starts: by name, and with what it costs.
+"""vLLM in the place of this engine: what it can take of a checkpoint, and how it is started.
 
-vLLM refuses some things late and with words of its own, and others it takes in another sense than
-ours, without a word. What is said here holds of vLLM 0.32 and 0.33: their readers of
-`quantization_config`, and what their CPU build was seen to do.
+vLLM refuses some things late and in other words, and takes others in another sense than this
+engine, silently. `check_vllm` says both before it starts; its statements hold for vLLM 0.32 and
+0.33: their readers of `quantization_config`, and what their CPU build did.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import shlex
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from formats.errors import RequestError
 from formats.families.table import read_table
+from formats.namespace import ROOT
 from formats.stored.folder import ConfigFile, read_config
 
 REPORT = Path("report/report.json")  # beside the checkpoint's folder, in the output of its run
 BLOCK = 128  # of weights in blocks
 TIED = "tied_"  # before the strategy of a head whose integers are the embedding's
+SERVE = ["-m", "vllm.entrypoints.cli.main", "serve"]  # what the command `vllm serve` runs
+THEIR_KEY = "VLLM_API_KEY"  # in the environment, which other users cannot read
+FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+INSTALL = (
+    "It pins its own torch, so install it in an environment of its own: `python -m venv "
+    "/envs/vllm && /envs/vllm/bin/pip install vllm`, and give --engine vllm=/envs/vllm/bin/python"
+)
+CONTROL_TOKENS = (
+    "chats: vLLM makes control tokens of those that messages spell, as this engine does by "
+    "--special-tokens-in-content alone."
+)
+BOTH = {  # what `ptq serve` itself does of its options, before vLLM starts
+    "checkpoint",
+    "engine",
+    "quiet",
+    "revision",
+    "api_key",
+    "api_key_file",
+    "special_tokens_in_content",
+}
 BY_VLLM = {"mxfp8": "mxfp8-quantized", "mxfp4": "mxfp4-pack-quantized"}
 
 
@@ -35,6 +60,90 @@ class Shards:
 
     tensor: int = 1
     pipeline: int = 1
+
+
+def start_vllm(
+    arguments: argparse.Namespace,
+    defaults: argparse.Namespace,
+    folder: Path,
+    key: str | None,
+    further: Sequence[str],
+) -> NoReturn:
+    """Check a checkpoint, print what differs, and become vLLM's server, which then has all signals.
+
+    Args:
+        arguments: Of `ptq serve`.
+        defaults: The same where nothing is given.
+        folder: Of the checkpoint.
+        key: What clients have to show, or None.
+        further: Options of `vllm serve`, passed on as they are.
+
+    Raises:
+        RequestError: vLLM is not installed or cannot serve the checkpoint, or an option is of this
+            engine's server.
+    """
+    ours = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(arguments).items()
+        if name not in BOTH and value != getattr(defaults, name)
+    ]
+    if ours:
+        raise RequestError(
+            f"--engine vllm does not take {', '.join(ours)}: these are options of this engine. "
+            "Those of `vllm serve` follow `--`, such as `-- --port 8001 --tensor-parallel-size 2`"
+        )
+    python = arguments.engine[1] or sys.executable
+    command = [python, *SERVE, str(folder), *further]
+    if "--served-model-name" not in further:
+        command += ["--served-model-name", str(arguments.checkpoint)]
+    notes = check_vllm(folder, shards_of(further))
+    if not arguments.special_tokens_in_content:
+        notes = [*notes, CONTROL_TOKENS]
+    require_vllm(python)
+    if not arguments.quiet:
+        for note in notes:
+            print(f"  - {note}")
+        print(f"starting {shlex.join(command)}")
+    sys.stdout.flush()
+    os.execve(python, command, _environment(key))
+
+
+def shards_of(further: Sequence[str]) -> Shards:
+    """How options of `vllm serve` spread a model.
+
+    Raises:
+        RequestError: a number of GPUs is none.
+    """
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
+    try:
+        found, _ = parser.parse_known_args(further)
+    except argparse.ArgumentError as error:
+        raise RequestError(f"options of vLLM: {error}") from error
+    return Shards(found.tensor_parallel_size, found.pipeline_parallel_size)
+
+
+def _environment(key: str | None) -> dict[str, str]:
+    """Ours with the key, and without our packages, whose names would hide others."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in paths if path and Path(path).resolve() != ROOT]
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(others), "PYTHONSAFEPATH": "1"}
+    return found | ({} if key is None else {THEIR_KEY: key})
+
+
+def require_vllm(python: str) -> None:
+    """Check that an interpreter has vLLM; without loading it, which takes seconds.
+
+    Raises:
+        RequestError: it has not, or is none.
+    """
+    try:
+        found = subprocess.run([python, "-c", FIND], capture_output=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RequestError(f"--engine vllm={python}: it does not run ({error})") from error
+    if found.returncode:
+        raise RequestError(f"--engine vllm: {python} has no vLLM. {INSTALL}")
 
 
 def check_vllm(folder: Path, shards: Shards) -> list[str]:
@@ -73,11 +182,12 @@ def _of_shards(config: ConfigFile, shards: Shards) -> Iterator[str]:
     model, ranks = config.model, shards.tensor
     heads, layers = model.get("num_attention_heads"), model.get("num_hidden_layers")
     if isinstance(layers, int) and shards.pipeline > layers:
-        yield f"it has {layers} layers, too few for --pipeline-parallel {shards.pipeline}"
+        yield f"it has {layers} layers, too few for --pipeline-parallel-size {shards.pipeline}"
     if ranks == 1 or not isinstance(heads, int):
         return
     if heads % ranks:
-        yield f"it has {heads} attention heads, which --tensor-parallel {ranks} does not divide"
+        option = f"--tensor-parallel-size {ranks}"
+        yield f"it has {heads} attention heads, which {option} does not divide"
     head_size = model.get("head_dim") or model.get("hidden_size", 0) // heads
     inputs = {
         "o_proj": heads * head_size,
@@ -88,8 +198,8 @@ def _of_shards(config: ConfigFile, shards: Shards) -> Iterator[str]:
             if isinstance(width, int) and (width % ranks or width // ranks % (size or 1)):
                 yield (
                     f"{name} has {width} inputs with a scale for every {size}, and "
-                    f"--tensor-parallel {ranks} would cut through a group; take fewer GPUs, "
-                    "--pipeline-parallel, or smaller groups"
+                    f"--tensor-parallel-size {ranks} would cut through a group; take fewer GPUs, "
+                    "--pipeline-parallel-size, or smaller groups"
                 )
 
 
@@ -135,9 +245,9 @@ def _of_cache(folder: Path, config: ConfigFile) -> Iterator[str]:
         "memory, so that as many fewer fit."
     )
     output = folder.resolve().parent
-    told = _measured(output / REPORT)
-    if told is not None:
-        whole, alone, sequences = told
+    measured = _measured(output / REPORT)
+    if measured is not None:
+        whole, alone, sequences = measured
         yield (
             f"accuracy: the KL divergence to the original is {alone:.4f} nats with a float cache, "
             f"and {whole:.4f} with the checkpoint's own ({sequences} sequences of its evaluation)."
