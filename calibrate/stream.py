@@ -24,8 +24,8 @@ from transformers import PretrainedConfig
 
 from calibrate.attention import ATTENTION, BESIDE
 from calibrate.block import DecoderBlock, Given
-from calibrate.read_ahead import ReadAhead
 from calibrate.transfers import to_host
+from calibrate.workers import ReadAhead
 from formats.errors import CheckpointError
 from formats.families.registry import find_family
 from formats.modeling.layers import (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from formats.errors import RecipeError
-from formats.later import later
+from formats.namespace import later
 
 if TYPE_CHECKING:
     from kernels.triton.calibration import magnitudes

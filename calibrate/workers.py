@@ -4,17 +4,30 @@ Threads, as torch lets go of the interpreter while kernels run, and as all of th
 and blocks from one memory: processes would each hold these once more, and send every result. Which
 of them does what changes no result: samples and layers have numbers, and results are taken in
 order.
+
+Samples that several devices run through one block.
+
+What is kept of them is the same, bit for bit, however many devices there are. Maxima and counts do
+not depend on the order of samples; sums of floats do. So neighbouring samples form runs, at most
+`RUNS` of them whatever the number of devices; a run is summed by the device that takes it, sample
+by sample, and then added to the sum of those before it.
+
+Tensors of a checkpoint that are read before they are asked for.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
+
+from calibrate.block import DecoderBlock
 
 T = TypeVar("T")
 WAKE = 0.1  # seconds after which whoever waits looks whether to go on
@@ -194,3 +207,95 @@ def _current(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(device):
         yield
+
+
+RUNS = 16
+
+
+def run_size(count: int) -> int:
+    """Samples that form a run, of so many samples."""
+    return max(1, -(-count // RUNS))
+
+
+def samples_of(worker: int, count: int, workers: int) -> list[int]:
+    """Which of `count` samples a worker takes: run i goes to worker i modulo their number."""
+    size = run_size(count)
+    return [i for i in range(count) if i // size % workers == worker]
+
+
+def in_order_of_samples(found: Sequence[Sequence[Tensor]], count: int) -> list[Tensor]:
+    """What each worker made of its samples, as one list of all `count` samples."""
+    each = {
+        sample: state
+        for worker, states in enumerate(found)
+        for sample, state in zip(samples_of(worker, count, len(found)), states, strict=True)
+    }
+    return [each[sample] for sample in range(count)]
+
+
+class BlockWorkers(Workers):
+    """Workers with copies of one block, the block itself on the first device.
+
+    Copies are made before the work begins, while nobody looks at the block's layers, and again once
+    it has changed. On one device all share the weights.
+
+    Args:
+        devices: Where they work.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__(devices)
+        self._blocks: list[DecoderBlock] = []
+
+    def take(self, block: DecoderBlock) -> None:
+        """Begin to work on a block, or on what a method has made of it."""
+        self._blocks = [block, *(block.to(device) for device in self.devices[1:])]
+
+    def leave(self) -> None:
+        """Free the copies: the block is done."""
+        self._blocks = []
+
+    def block(self, worker: int) -> DecoderBlock:
+        """The block, for a worker."""
+        return self._blocks[worker]
+
+    def outputs(self) -> list[Tensor]:
+        """`DecoderBlock.outputs` of the block, each worker with its samples."""
+
+        def run(worker: int) -> list[Tensor]:
+            block = self.block(worker)
+            chosen = samples_of(worker, len(block.inputs), len(self))
+            return block.outputs(samples=chosen, begin=lambda _: self.check())
+
+        found = self.each(f"running samples through {self.block(0).name}", run)
+        return in_order_of_samples(found, len(self.block(0).inputs))
+
+
+class ReadAhead:
+    """Reads tensors, those that are expected in a thread of its own.
+
+    They wait in memory that a GPU reaches at full speed.
+
+    Args:
+        read: Gives a tensor by its name.
+    """
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        self._read = read
+        self._pool: ThreadPoolExecutor | None = None
+        self._coming: dict[str, Future[Tensor]] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        """A tensor; what was expected is handed out once."""
+        coming = self._coming.pop(name, None)
+        return self._read(name) if coming is None else coming.result()
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Begin to read what will be asked for next; what was expected before is forgotten."""
+        for left in self._coming.values():
+            left.cancel()
+        self._pool = self._pool or ThreadPoolExecutor(1)
+        self._coming = {name: self._pool.submit(self._pinned, name) for name in names}
+
+    def _pinned(self, name: str) -> Tensor:
+        return self._read(name).pin_memory()

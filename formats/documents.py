@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from formats.errors import CheckpointError
-from formats.links import find_file
+from formats.files import find_file
 
 T = TypeVar("T")
 

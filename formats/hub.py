@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
-from formats.later import later
-from formats.namespace import ROOT
+from formats.namespace import ROOT, later
 from formats.published.known import needs_code
 
 if TYPE_CHECKING:

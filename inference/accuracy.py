@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from formats.command import bar
 from formats.errors import EngineError, RequestError
-from formats.progress import bar
 from formats.scheme import Strict
 
 RESAMPLES = 4000

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from formats.command import count, device
 from formats.errors import RequestError, suggestion
-from formats.later import later
+from formats.namespace import later
 from inference.beam_search import BeamParams
 from inference.config import EngineConfig, SpeculateConfig
 from inference.requests.request import SamplingParams

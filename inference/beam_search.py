@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from formats.errors import EngineError, RequestError
-from inference.requests.request import RequestParams
-from inference.requests.step_result import Logprobs, StepResult
+from inference.requests.request import Logprobs, RequestParams, StepResult
 
 if TYPE_CHECKING:
     from inference.engine import Engine

@@ -29,20 +29,24 @@ from formats.tokenizer import end_tokens, load_tokenizer
 from inference.backend import Backend, choose_backend, require_device
 from inference.config import EngineConfig
 from inference.models.kv_cache import CacheShape
-from inference.models.model import Model
+from inference.models.network import Model
 from inference.parallel.backend import choose_ranks
-from inference.requests.request import RequestOutput, SamplingParams, check_prompt, check_tokens
-from inference.requests.step_result import StepResult
+from inference.requests.request import (
+    RequestOutput,
+    SamplingParams,
+    StepResult,
+    check_prompt,
+    check_tokens,
+)
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockChanges, BlockManager, KVStats
-from inference.scheduling.held import Held, check_beams
 from inference.scheduling.scheduler import Scheduler
+from inference.scheduling.sequence import Held, check_beams
 from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.work import Work
 from inference.speculate.chain import Target
-from inference.speculate.choose import choose_proposer, require_method
-from inference.speculate.proposer import Proposer
+from inference.speculate.choose import Proposer, choose_proposer, require_method
 from inference.speculate.speculation import Speculation
 from inference.structured.compiler import GrammarCompiler
 from inference.transformers_code.choose import check_config, read_shape

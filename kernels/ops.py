@@ -23,7 +23,7 @@ from torch import Tensor
 
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
-import kernels.reference_latent as reference_latent
+import kernels.reference_attention as reference_latent
 from kernels.activations import Activation, Clamped
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu import native, native_attention, native_ops

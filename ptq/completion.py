@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.command import CommandParser, device
-from formats.later import later
+from formats.namespace import later
 from ptq.cli import COMMANDS
-from ptq.recipe.shipped import shipped_paths
+from ptq.recipe.own_model import shipped_paths
 
 if TYPE_CHECKING:
     import shtab

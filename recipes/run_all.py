@@ -29,7 +29,7 @@ from formats.errors import RecipeError, suggestion
 from formats.files import replace_file
 from formats.namespace import ROOT
 from ptq.output import REPORT_FOLDER, is_taken
-from ptq.recipe.shipped import shipped_paths
+from ptq.recipe.own_model import shipped_paths
 from ptq.report import comparison
 from ptq.report.data import ReportData
 from recipes import results

@@ -19,7 +19,7 @@ from formats.families.registry import BY_TYPE
 from formats.families.table import COLUMNS, DOCUMENT, with_table
 from formats.namespace import join_kernels
 from inference.config import EngineConfig
-from inference.cpu.fused import fuse
+from inference.cpu.loop import fuse
 from inference.engine import Engine
 from inference.models.config import ModelConfig
 from ptq.methods.rtn import RTNSpec

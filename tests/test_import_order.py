@@ -1,6 +1,6 @@
 """The plan of the house: which room stands on which, and that no import runs back down to up.
 
-    ptq          text, output < methods < result, recipe < plan < pipeline, peers, evaluate < search
+    ptq          output < methods < result, recipe < plan < pipeline, peers, evaluate < search
                  < report < sweep < commands
     inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
                  < parallel, speculate < engine < bench, server
@@ -35,7 +35,7 @@ FLOORS = {
         numerics packed_cache attention_inputs activations devices gumbel_noise
         two_level reference
         reference_attention
-        reference_latent cpu
+        cpu
         weights feedback
         ops triton
         bench""",
@@ -46,10 +46,10 @@ FLOORS = {
         fused
         linear collective""",
     "formats": """
-        errors strict
-        cache_scheme
-        namespace command later links memory parent files pack fp4 scheme chat_template text_tokens hadamard
-        documents lock progress residual_rotation
+        errors
+        cache_scheme namespace
+        command memory files pack scheme text_tokens
+        documents lock residual_rotation
         scale_table families
         published
         hub modeling
@@ -72,7 +72,7 @@ FLOORS = {
         predict chat bench
         server""",
     "inference.server": """
-        settings messages measures page
+        settings messages page
         schema token_stream
         tools open_requests text_stream
         engine_client arguments
@@ -84,7 +84,7 @@ FLOORS = {
         app
         command""",
     "ptq": """
-        text version output
+        version output
         methods
         result recipe
         plan
@@ -98,17 +98,14 @@ FLOORS = {
         __main__""",
 }
 CALIBRATE_MAY_USE = {
-    "formats.chat_template",
+    "formats.text_tokens",
     "formats.errors",
     "formats.files",
     "formats.namespace",
     "formats.cache_scheme",
     "formats.scheme",
-    "formats.strict",
-    "formats.text_tokens",
     "kernels.numerics",
     "kernels.packed_cache",
-    "formats.later",
     "kernels.triton.calibration.magnitudes",
 }
 

@@ -2,7 +2,7 @@
 
 Whoever writes a checkpoint adds q, k and v, gate and up, with the tensors of each; where the family
 stores them merged, these wait here until all parts are there, and experts that alternate in
-`formats.checkpoint.stacks`.
+`formats.checkpoint.split`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.checkpoint.split import ONE_FOR_ALL, SHAPE
-from formats.checkpoint.stacks import ExpertStacks
+from formats.checkpoint.split import ONE_FOR_ALL, SHAPE, ExpertStacks
 from formats.errors import CheckpointError
 from formats.families.registry import find_family
 from formats.families.sizes import merged_rows

@@ -6,7 +6,7 @@
                                    merged layers and experts as `formats.checkpoint.split` says
     tokenizer and generation files
     quant/kv_scales.safetensors    A.k_scale and A.v_scale of each attention module A, fp32
-    quant/sink_scales.safetensors  X.input_sink_scale [1] (`formats.checkpoint.sink_scales`)
+    quant/sink_scales.safetensors  X.input_sink_scale [1] (`formats.checkpoint.kv_scales`)
     quant/scale_table.json         every scale and where it came from
     quant/manifest.json            size and SHA-256 of every other file
 
@@ -32,15 +32,14 @@ from formats.checkpoint.check import check_quantized, same_names
 from formats.checkpoint.compressed_tensors import find_scheme
 from formats.checkpoint.contents import Contents, read_contents
 from formats.checkpoint.join import MergedLayers
-from formats.checkpoint.kv_scales import read_cache
-from formats.checkpoint.portable import only_here
-from formats.checkpoint.sink_scales import read_sinks
+from formats.checkpoint.kv_scales import read_cache, read_sinks
+from formats.checkpoint.native import only_here
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError
+from formats.files import find_file
 from formats.foreign.folder import named
-from formats.fp4 import unpack_powers
-from formats.links import find_file
 from formats.modeling.layers import embedding_name, head_name
+from formats.pack import unpack_powers
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
 from formats.stored.folder import MANIFEST, auxiliary_files, check_manifest, check_own_cache

@@ -27,8 +27,7 @@ from formats.checkpoint.split import split_stored
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError
 from formats.foreign.folder import OF_CACHE, named
-from formats.fp4 import unpack_elements, unpack_powers
-from formats.pack import unpack_words
+from formats.pack import unpack_elements, unpack_powers, unpack_words
 from formats.stored.folder import read_config
 from formats.stored.names import open_native
 from formats.stored.safetensors_files import read_elements

@@ -19,11 +19,9 @@ from torch import Tensor
 from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.compressed_tensors import quantization_config
 from formats.checkpoint.join import MergedLayers
-from formats.checkpoint.kv_scales import cache_metadata
-from formats.checkpoint.native import as_stored
-from formats.checkpoint.portable import CARD, card, only_here
+from formats.checkpoint.kv_scales import LEAF, cache_metadata
+from formats.checkpoint.native import CARD, as_stored, card, only_here
 from formats.checkpoint.read import SCALE_TABLE, Checkpoint
-from formats.checkpoint.sink_scales import LEAF
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
 from formats.published.tokenizers import SETTINGS, native_settings, needs_code

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.foreign.gptq_config import is_pattern
+from formats.foreign.gptq import is_pattern
 from formats.foreign.layout import require_key, require_table
 
 PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")

@@ -1,6 +1,6 @@
 """FP8, `quant_method: fp8`: in blocks, or with one scale a tensor or an output.
 
-    blocks of 128 x 128   `formats.foreign.fp8_block`; of other sizes only the values are read
+    blocks of 128 x 128   `formats.foreign.fp8`; of other sizes only the values are read
     no blocks             X.weight float8_e4m3fn [N, K]
                           X.weight_scale_inv [], a multiplier despite the name
                           X.activation_scale [], where inputs are static
@@ -10,19 +10,29 @@ Scales are of any float type, powers of two (e8m0) too. `scale_fmt: ue8m0` says 
 of two; those of inputs, which others round up to such, are finer here.
 
 Source: transformers 5.23 `integrations/finegrained_fp8.py`, vLLM 0.33 `quantization/fp8.py`.
+
+The FP8 block layout of DeepSeek-V3, `quant_method: fp8`; written, and read by
+`formats.foreign.fp8`.
+
+    X.weight            float8_e4m3fn [N, K]
+    X.weight_scale_inv  fp32 [ceil(N / 128), ceil(K / 128)]: a multiplier, despite the name
+
+Inputs are quantized when they arrive, in groups of 128 of a token.
+
+Source: DeepSeek-V3 `README_WEIGHTS.md` and `inference/kernel.py` (y = x * s).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from formats.foreign.fp8_block import AGAIN, SCHEME, fp8_block_layout
+from formats.errors import CheckpointError
 from formats.foreign.layout import Layout, packed_shape, require_key, require_tensor
 from formats.scheme import BLOCK, PRESETS, Scheme
 from formats.stored.weights import StoredWeight, check_scale
@@ -109,3 +119,69 @@ def _block_values(tensors: Mapping[str, Tensor], block: list[int]) -> Tensor:
     check_scale("weight_scale_inv", scale, ((-(-rows // block[0]), -(-columns // block[1])),))
     own = torch.arange(rows) // block[0]
     return q.float() * scale.float()[own][:, torch.arange(columns) // block[1]]
+
+
+LEAVES = ("weight", "weight_scale_inv")
+SCHEME = PRESETS["fp8_block"]
+AGAIN = "Quantize the original model with an fp8_block recipe"
+
+
+def fp8_block_layout() -> Layout:
+    """The layout of weights of the one scheme that it holds."""
+    return Layout(
+        name="fp8_block",
+        leaves=LEAVES,
+        marker="weight_scale_inv",
+        shape=lambda shape: shape,
+        pack=pack_fp8_block,
+        unpack=unpack_fp8_block,
+    )
+
+
+def refuse_fp8_block(scheme: Scheme) -> None:
+    """Refuse a scheme that the layout cannot express.
+
+    Raises:
+        CheckpointError: it is not fp8 in blocks with inputs in groups.
+    """
+    if (scheme.weights, scheme.activations) != (SCHEME.weights, SCHEME.activations):
+        parts = [part.text for part in (scheme.weights, scheme.activations) if part]
+        raise CheckpointError(
+            f"found {' and '.join(parts) or 'no quantized weights'}; fp8_block holds fp8 weights "
+            f"in blocks of {BLOCK} x {BLOCK} with inputs in groups of {BLOCK}. {AGAIN}"
+        )
+
+
+def pack_fp8_block(weight: StoredWeight) -> dict[str, Tensor]:
+    """The two tensors of a weight: q float8_e4m3fn [N, K], scale fp32 by block."""
+    return {"weight": weight.q, "weight_scale_inv": weight.scale.float()}
+
+
+def unpack_fp8_block(tensors: Mapping[str, Tensor]) -> StoredWeight:
+    """Inverse of `pack_fp8_block`.
+
+    Raises:
+        CheckpointError: a tensor has another type or shape, or a scale is not finite and positive.
+    """
+    rows, columns = packed_shape(tensors, "weight")
+    q = require_tensor(tensors, "weight", torch.float8_e4m3fn, (rows, columns))
+    blocks = packed_shape(tensors, "weight_scale_inv")
+    scale = tensors["weight_scale_inv"]
+    check_scale("weight_scale_inv", scale, ((-(-rows // BLOCK), -(-columns // BLOCK)),))
+    return StoredWeight(q, scale.float().reshape(blocks))
+
+
+def fp8_block_config(unquantized: Sequence[str] = ()) -> dict[str, Any]:
+    """The `quantization_config`.
+
+    Args:
+        unquantized: Full names of the linear layers that were left alone, not merged: vLLM
+            compares exactly.
+    """
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": list(dict.fromkeys([*unquantized, "lm_head"])),
+    }

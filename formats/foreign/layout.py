@@ -1,7 +1,7 @@
 """What the foreign layouts share: their description, and strict reading.
 
 A layout is a pair of pure functions between a `StoredWeight` and tensors; `formats.foreign.gptq`,
-`formats.foreign.awq`, `formats.foreign.fp8_block`, `formats.foreign.bitsandbytes` and
+`formats.foreign.awq`, `formats.foreign.fp8`, `formats.foreign.bitsandbytes` and
 `formats.foreign.neural_compressor` each make one from its settings. `formats.foreign.folder` reads
 a folder by its layout.
 """

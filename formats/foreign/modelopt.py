@@ -22,7 +22,7 @@ from torch import Tensor
 
 from formats.foreign.fp8 import whole_layout
 from formats.foreign.layout import Layout, packed_shape, require_key, require_tensor
-from formats.fp4 import unpack_elements
+from formats.pack import unpack_elements
 from formats.scheme import NV_GROUP, Scheme
 from formats.stored.weights import check_scale
 

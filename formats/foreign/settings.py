@@ -13,8 +13,7 @@ from formats.foreign.auto_round import auto_round_rules, read_auto_round_config
 from formats.foreign.awq import read_awq
 from formats.foreign.bitsandbytes import read_bitsandbytes_config
 from formats.foreign.fp8 import read_fp8_config
-from formats.foreign.gptq import gptq_layout
-from formats.foreign.gptq_config import float_layout, gptq_rules, read_gptq_config
+from formats.foreign.gptq import float_layout, gptq_layout, gptq_rules, read_gptq_config
 from formats.foreign.layout import Layout, named
 from formats.foreign.modelopt import read_modelopt_config
 from formats.foreign.neural_compressor import is_neural_compressor, neural_compressor_layout

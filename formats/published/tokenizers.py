@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.documents import read_document
-from formats.links import find_file
+from formats.files import find_file
 from formats.published.known import find_layout
 
 SETTINGS = "tokenizer_config.json"

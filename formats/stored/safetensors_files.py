@@ -20,8 +20,7 @@ from torch import Tensor
 
 from formats.documents import parse, read_document
 from formats.errors import CheckpointError
-from formats.files import fsync_path
-from formats.links import find_file
+from formats.files import find_file, fsync_path
 from formats.scheme import Strict
 from formats.stored.other_kinds import refuse_other_kinds
 

@@ -6,7 +6,7 @@
                        X.weight_shape int64 [2], X.weight_zero_point int32 [N b / 32, groups]
     mxfp4-pack-quantized
                        X.weight_packed uint8 [N, K / 2], X.weight_scale uint8 [N, K / 32]; see
-                       `formats.fp4`
+                       `formats.pack`
     nvfp4-pack-quantized
                        X.weight_packed uint8 [N, K / 2], X.weight_scale float8_e4m3fn [N, K / 16],
                        X.weight_global_scale fp32 [1], by which scales are divided
@@ -28,8 +28,16 @@ import torch
 from torch import Tensor
 
 from formats.errors import CheckpointError
-from formats.fp4 import NAN, least_unit, pack_elements, pack_powers, unpack_elements, unpack_powers
-from formats.pack import pack_words, unpack_words
+from formats.pack import (
+    NAN,
+    least_unit,
+    pack_elements,
+    pack_powers,
+    pack_words,
+    unpack_elements,
+    unpack_powers,
+    unpack_words,
+)
 from formats.scheme import LayerScheme, WeightSpec
 
 Kind = Callable[[str], tuple[torch.dtype, tuple[int, ...]]]

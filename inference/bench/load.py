@@ -18,8 +18,7 @@ from pydantic import Field
 
 from formats.errors import EngineError, RequestError
 from formats.scheme import Strict
-from inference.bench.tasks.forced import forced
-from inference.bench.tasks.task import Task
+from inference.bench.tasks.task import Task, forced
 from inference.engine import Engine
 from inference.requests.request import RequestOutput, SamplingParams
 from inference.scheduling.blocks import blocks_for

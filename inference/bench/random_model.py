@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from formats.cache_scheme import KVCacheSpec
+from formats.checkpoint.kv_scales import Sinks
 from formats.checkpoint.part import Cut, Span, cut_shape
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.sink_scales import Sinks
 from formats.families.names import EMBEDDING, HEAD
 from formats.scheme import LayerScheme
 from formats.stored.weights import StoredWeight

@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from formats.checkpoint.read import Checkpoint
+from formats.command import bar
 from formats.errors import RequestError
 from formats.families.names import HEAD
 from formats.files import replace_file
-from formats.progress import bar
 from inference.arguments import speculate_config
 from inference.backend import require_device
 from inference.bench.engine_process import EngineProcess, EngineSource
 from inference.bench.figures import (
     Ratio,
+    Runner,
     Speed,
     compare_turns,
     describe,
     drafts_of,
+    run_in_turns,
     summarize,
     to_json,
 )
@@ -34,7 +36,6 @@ from inference.bench.peers.speed import RuntimeProcess
 from inference.bench.random_checkpoint import random_checkpoint
 from inference.bench.shapes import read_shape
 from inference.bench.tasks.task import make_task
-from inference.bench.turns import Runner, run_in_turns
 from inference.config import EngineConfig, SpeculateConfig
 from inference.scheduling.blocks import blocks_for
 

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.cpu.batch import plan_step
+from inference.cpu.layers import plan_step
 from inference.models.network import Catching, Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
-from inference.scheduling.layout import lay_out
 from inference.scheduling.sampler import draw_token
-from inference.scheduling.work import Work
+from inference.scheduling.work import Work, lay_out
 from kernels.attention_inputs import KVPool
 
 

@@ -1,6 +1,6 @@
 """A decoder interpreted op by op: what the fused call does not take, and what it is checked by.
 
-The bits are those of `inference.cpu.fused`. In a mixture of experts, all that is added up of a
+The bits are those of `inference.cpu.loop`. In a mixture of experts, all that is added up of a
 token is added in the order of its own probabilities, so that its bits do not depend on the batch.
 """
 
@@ -11,10 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.cpu.batch import Batch
-from inference.cpu.latent import attend_latents
-from inference.cpu.layers import CpuExperts, Linear
-from inference.cpu.routing import route, sigmoid
+from inference.cpu.layers import Batch, CpuExperts, Linear, attend_latents, route, sigmoid
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.feed_forward import FeedForward, GatedMLP, MixtureOfExperts, by_expert

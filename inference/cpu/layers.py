@@ -1,23 +1,92 @@
-"""Linear layers on a CPU, run by the ops of `kernels.ops`."""
+"""Linear layers on a CPU, run by the ops of `kernels.ops`.
+
+The tensors of a step on a CPU: planned from its slices, executed without a look at them.
+
+Latent attention op by op, for the interpreter of `inference.cpu.decoder`.
+
+Which experts of a mixture each token goes to, and what they weigh, on a CPU.
+
+Scores and weights are fp32 and a token's own: its bits do not depend on the batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from formats.families.attention import LatentAttention
 from formats.scheme import ActivationSpec
+from inference.models.config import ModelConfig, Routing
+from inference.models.latent import LatentProjections
 from inference.models.read import StoredLinear
+from inference.scheduling.work import Work, lay_out
+from kernels.attention_inputs import AttentionInputs
 from kernels.cpu.weights import FloatWeight, Weight, pack_float_weight, pack_quantized_weight
 from kernels.ops import (
+    apply_rope,
     fake_quantize_fp8,
+    heads_product,
+    latent_attention,
     linear,
     quantize_per_token,
     quantize_static,
+    rms_norm,
     weight_rows,
+    write_latent,
 )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step: T of S sequences.
+
+    Attributes:
+        ids: int64 [T].
+        positions: int64 [T].
+        slots: int64 [T], where K and V go in the cache.
+        block_tables: int64 [S, blocks].
+        query_start: int64 [S + 1].
+        context_len: int64 [S].
+        rows: int64 [R], the tokens whose logits are wanted.
+        taps: int64 [n], blocks whose inputs are wanted, too; the number of blocks stands for the
+            output of the last one. None without.
+        hidden: [T, n, H], gets them.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    context_len: Tensor
+    rows: Tensor
+    taps: Tensor | None = None
+    hidden: Tensor | None = None
+
+    def sinks(self, count: int) -> Tensor | None:
+        """Which tokens are at the first `count` positions, bool [T]; None where none is."""
+        own = self.positions < count
+        return own if count and bool(own.any()) else None
+
+
+def plan_step(work: Work) -> Batch:
+    """Lay out a step; the rows of its logits are those of its slices, in order (`Work.rows`)."""
+    own, ends, rows = lay_out(work), np.cumsum(work.counts), work.rows
+    firsts = np.repeat(ends - np.cumsum(rows), rows)  # of a slice's last rows, less those before
+    widest = int(work.batch.held[work.places].max())
+    return Batch(
+        ids=torch.from_numpy(own.ids),
+        positions=torch.from_numpy(own.positions),
+        slots=torch.from_numpy(own.slots),
+        block_tables=torch.from_numpy(work.batch.tables[work.places, :widest].astype(np.int64)),
+        query_start=torch.from_numpy(np.concatenate([[0], ends])),
+        context_len=torch.from_numpy(own.contexts),
+        rows=torch.from_numpy(firsts + np.arange(len(firsts))),
+    )
 
 
 @dataclass(frozen=True)
@@ -128,3 +197,82 @@ def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> Linear:
         integer_inputs=activations is not None and activations.dtype == "int8",
     )
     return Linear(packed, activations, stored.input_scale, stored.order, stored.sink_scale)
+
+
+def attend_latents(
+    config: ModelConfig,
+    own: LatentProjections[Linear],
+    read: Tensor,
+    turn: tuple[Tensor, Tensor],
+    batch: Batch,
+    inputs: AttentionInputs,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What each head of latent attention gives.
+
+    Args:
+        config: The decoder's.
+        own: Its projections in a block.
+        read: What the layer gives that reads the attention's input [T, n].
+        turn: cos and sin of the tokens' positions, [T, rotated].
+        batch: The step.
+        inputs: What the queries see.
+        sinks: As in `inference.cpu.decoder.run_block`.
+
+    Returns:
+        [T, heads, value].
+    """
+    sizes, names = config.latent, config.family.attention
+    assert sizes is not None
+    assert isinstance(names, LatentAttention)
+    cached = sizes.rank + sizes.rotated
+    q, latent, key = read.split([read.shape[1] - cached, sizes.rank, sizes.rotated], dim=1)
+    if own.q_b is not None and own.q_norm is not None:
+        q = own.q_b(rms_norm(q, own.q_norm, names.norm_eps), sinks)
+    plain, rotated = q.unflatten(1, (sizes.heads, -1)).split([sizes.plain, sizes.rotated], dim=2)
+    rotated, keys = apply_rope(rotated, key[:, None], *turn)
+    latent = rms_norm(latent, own.kv_norm, names.norm_eps)
+    write_latent(latent, keys[:, 0], inputs.pool, batch.slots, batch.positions)
+    attended = latent_attention(heads_product(plain, own.up_k), rotated, inputs)
+    return heads_product(attended, own.up_v)
+
+
+TINY = 1e-20  # added to sums of scores, all of which may be next to nothing
+
+
+def route(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token and their weights.
+
+    Args:
+        logits: Float [T, E], of the router.
+        routing: How they are chosen.
+        correction: fp32 [E], added to scores where experts are chosen, or None.
+
+    Returns:
+        (weights fp32 [T, k], experts int64 [T, k]), the best first.
+    """
+    scores = torch.softmax(logits.float(), -1) if routing.scores == "softmax" else sigmoid(logits)
+    ranked = scores if correction is None else scores + correction
+    if routing.chosen_groups < routing.groups:
+        ranked = _of_best_groups(ranked, routing)
+    chosen = torch.topk(ranked, routing.chosen, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if routing.normalized:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+    return weights * routing.factor, chosen
+
+
+def sigmoid(logits: Tensor) -> Tensor:
+    """fp32 of the same shape."""
+    return 1.0 / (1.0 + torch.exp(-logits.float()))
+
+
+def _of_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
+    """Ranks [T, E] of the experts of a token's best groups, -inf of all others."""
+    grouped = ranked.unflatten(1, (routing.groups, -1))  # [T, G, E / G]
+    own = grouped.topk(routing.best_of_group, dim=-1).values.sum(-1)
+    best = own.topk(routing.chosen_groups, dim=-1).indices
+    others = torch.ones_like(own, dtype=torch.bool).scatter(1, best, value=False)
+    return grouped.masked_fill(others[..., None], -torch.inf).flatten(1)

@@ -1,20 +1,156 @@
-"""The engine's steps where tokens are chosen on the host; `inference.gpu.loop` is its twin."""
+"""The engine's steps where tokens are chosen on the host; `inference.gpu.loop` is its twin.
+
+A decoder as one call of the compiled CPU kernels.
+
+A step of transformers' code on a CPU, op by op.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from inference.cpu.batch import Batch, plan_step
-from inference.requests.step_result import StepResult
+from inference.cpu.decoder import CpuDecoder, CpuLayer
+from inference.cpu.layers import Batch, Linear, plan_step
+from inference.models.feed_forward import GatedMLP
+from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
+from inference.transformers_code.attention import Query, widened
+from inference.transformers_code.model import CodeModel
+from kernels.activations import Named
+from kernels.attention_inputs import KVPool
+from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
+from kernels.cpu.weights import NativeWeight
+from kernels.ops import apply_rope, gated_product, paged_attention, rms_norm, turn_heads, write_kv
+from kernels.packed_cache import channels
+
+
+def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor] | None:
+    """Put a model and a cache together: what gives the logits of a batch.
+
+    Returns:
+        None where a part has no fused kernel: mixtures of experts, other types than fp32, weights
+        that are not packed for the compiled kernels, inputs in another order (act-order), latent
+        attention.
+    """
+    config = model.config
+    parts = [_block(*triple) for triple in zip(model.layers, pools, config.windows, strict=True)]
+    head = _linear(model.head)
+    blocks = [part for part in parts if part is not None]
+    if model.dtype != torch.float32 or head is None or len(blocks) < len(parts):
+        return None
+    fused = FusedDecoder(
+        DecoderSpec(
+            embedding=model.embedding,
+            blocks=blocks,
+            norm=model.norm,
+            head=head,
+            heads=config.heads,
+            eps=config.eps,
+            scale=config.scale,
+            activation=config.activation,
+            embedding_scale=config.embedding_scale,
+            growth=model.query_growth,
+            softcap=config.softcap,
+            logits_softcap=config.logits_softcap,
+            sink_tokens=max([model.sink_tokens, *(pool.sink_tokens for pool in pools)]),
+        )
+    )
+    return lambda batch: fused.step(**vars(batch))
+
+
+def _linear(linear: Linear) -> LinearSpec | None:
+    if not isinstance(linear.weight, NativeWeight) or linear.order is not None:
+        return None
+    packed, spec = linear.weight.packed, linear.activations
+    if spec is None:
+        return LinearSpec(packed)
+    inputs = cast(Literal["int8", "fp8_e4m3"], spec.dtype)
+    return LinearSpec(packed, inputs, linear.input_scale, spec.group, linear.sink_scale)
+
+
+def _block(layer: CpuLayer, pool: KVPool, window: int | None) -> BlockSpec | None:
+    own = layer.feed_forward
+    if not isinstance(own, GatedMLP) or layer.latent is not None:
+        return None
+    linears = (layer.qkv, layer.o, own.gate_up, own.down)
+    specs = [spec for spec in map(_linear, linears) if spec is not None]
+    if len(specs) < len(linears):
+        return None
+    qkv, o, gate_up, down = specs
+    return BlockSpec(
+        cos=layer.cos,
+        sin=layer.sin,
+        before_attention=layer.before_attention,
+        qkv=qkv,
+        q_norm=layer.q_norm,
+        k_norm=layer.k_norm,
+        sinks=layer.sinks,
+        o=o,
+        after_attention=layer.after_attention,
+        before_feed_forward=layer.before_feed_forward,
+        gate_up=gate_up,
+        down=down,
+        after_feed_forward=layer.after_feed_forward,
+        pool=pool,
+        window=window,
+    )
+
+
+class CodeStep:
+    """The tokens of a step and the cache; see `inference.transformers_code.attention.Step`.
+
+    Args:
+        model: What runs.
+        pools: Its cache.
+        batch: The tokens.
+    """
+
+    def __init__(self, model: CodeModel, pools: Sequence[KVPool], batch: Batch) -> None:
+        self._windows, self._pools, self._batch = model.config.windows, pools, batch
+        self.ids, self.positions, self.rows = batch.ids, batch.positions, batch.rows
+
+    def sinks(self, count: int) -> Tensor | None:
+        """Which tokens are at the first `count` positions: bool [T]; None where none is."""
+        return self._batch.sinks(count)
+
+    def attend(self, layer: int, own: Query) -> Tensor:
+        """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""
+        pool, batch, size = self._pools[layer], self._batch, own.v.shape[2]
+        wide, wide_v = channels(pool.k), channels(pool.v)
+        q, k = widened(own.q, wide), widened(own.k, wide)
+        if pool.turn:
+            q, k = turn_heads(q, pool.turn), turn_heads(k, pool.turn)
+        write_kv(k, widened(own.v, wide_v), pool, batch.slots, batch.positions)
+        where = (batch.block_tables, batch.context_len, batch.query_start)
+        inputs = own.inputs(pool, *where, self._windows[layer])
+        return paged_attention(q, inputs)[..., :size]
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension: [..., H] to the same."""
+        return rms_norm(x, weight, eps)
+
+    def gated_product(self, gate_up: Tensor, activation: Named) -> Tensor:
+        """activation(gate) * up of rows [T, 2 I], the gate's half first: [T, I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gated_product(gate, up, activation)
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn channels i and i + D / 2 of heads [T, heads, D] by angles [T, D], halves equal."""
+        return apply_rope(q, k, cos, sin)
+
+
+def forward_code(model: CodeModel, pools: Sequence[KVPool], batch: Batch) -> Tensor:
+    """Run the tokens of a step: logits fp32 [R, vocabulary] of the rows asked for."""
+    return model.logits(CodeStep(model, pools, batch))
 
 
 class HostLoop:

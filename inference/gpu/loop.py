@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from inference.gpu.runner import GpuRunner, Launched, Prepared
-from inference.requests.step_result import StepResult
+from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.batch import Bools, Ints
 from inference.scheduling.scheduler import Scheduler

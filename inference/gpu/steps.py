@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference.gpu.edit_tables import NewEdits
-from inference.gpu.fields import Arrays, Shape
-from inference.gpu.sizes import Size, WholeSize
+from inference.gpu.sizes import Arrays, Shape, Size, WholeSize
 from inference.scheduling.batch import Ints
-from inference.scheduling.layout import lay_out
 from inference.scheduling.sequence import Draw
-from inference.scheduling.work import Work
+from inference.scheduling.work import Work, lay_out
 
 OF_TOKENS = ("ids", "positions", "slots", "batch_index")  # int64
 GREEDY = asdict(Draw())

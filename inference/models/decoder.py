@@ -6,7 +6,7 @@ RMSNorms before or after the sub-layers; grouped-query attention (Ainslie et al.
 embedding and perhaps norms of q and k; gated MLPs or mixtures of them. Biases and routers of
 experts are there if the checkpoint has their tensors.
 
-Nothing here runs. Three interpreters read this description: `inference.cpu.fused` (one call of the
+Nothing here runs. Three interpreters read this description: `inference.cpu.loop` (one call of the
 compiled kernels), `inference.cpu.decoder` (op by op) and `inference.gpu.decoder`.
 """
 
@@ -25,10 +25,10 @@ from formats.families.names import EMBEDDING, FINAL_NORM, HEAD
 from formats.families.registry import block_names
 from formats.memory import release_freed_memory
 from inference.models.config import ModelConfig
-from inference.models.fold import with_divided_input
 from inference.models.layers import L, LayerFactory, X
 from inference.models.parts import Layer, PartLoader
 from inference.models.read import read_linear
+from inference.models.rotary import with_divided_input
 from inference.models.shapes import check_shapes
 from kernels.numerics import dequantize
 

@@ -17,8 +17,8 @@ from formats.families.attention import LatentAttention
 from formats.families.registry import find_family
 from formats.modeling.layers import attention_names
 from inference.config import EngineConfig
-from inference.models.fold import held_scales
-from inference.models.model import KVHeads, ModelShape
+from inference.models.network import KVHeads, ModelShape
+from inference.models.rotary import held_scales
 from inference.scheduling.blocks import BlockChanges
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import INT4, TYPES

@@ -15,10 +15,10 @@ from formats.errors import CheckpointError
 from formats.families.attention import LatentAttention
 from inference.models.config import ModelConfig
 from inference.models.feed_forward import FeedForward, load_feed_forward
-from inference.models.fold import held_heads, held_norm
 from inference.models.latent import LatentProjections, load_latent
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import StoredLinear, read_linear
+from inference.models.rotary import held_heads, held_norm
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Layer(Generic[L, X]):
     """Weights of one decoder block.
 
     Norms' weights are as they multiply (1 + w where a family's norms do so), and the channels of
-    each head of q and k lie as rotation in two halves wants them (`inference.models.fold`).
+    each head of q and k lie as rotation in two halves wants them (`inference.models.rotary`).
 
     Attributes:
         cos: fp32 [longest, D], of the rotation of q and k; shared by the layers that turn alike.

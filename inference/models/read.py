@@ -10,8 +10,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from formats.checkpoint.kv_scales import LEAF
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.sink_scales import LEAF
 from formats.errors import CheckpointError
 from formats.scheme import LayerScheme
 

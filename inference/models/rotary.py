@@ -8,21 +8,30 @@ cos and sin by a factor: linear, Llama 3's, YaRN's (arXiv 2309.00071) and LongRo
 The tables are as wide as a head, in the layout of two halves: pair i turns at i and i + D / 2, and
 where fewer than D channels turn, cos is 1 and sin 0 for the rest. How heads are stored (pairs side
 by side, turning channels first) is made into that layout when weights are read
-(`inference.models.fold`). Models whose kinds of layers turn by angles of their own have a rotation
-for each (Gemma 3, OLMo 3), and layers that do not turn have one of no channels (SmolLM3).
+(`fold_rows` below). Models whose kinds of layers turn by angles of their own have a rotation for
+each (Gemma 3, OLMo 3), and layers that do not turn have one of no channels (SmolLM3).
 
 LongRoPE has frequencies for sequences within the length that a model was first trained on, and
 others for longer ones. transformers changes over when a sequence grows past that length, which
 leaves the keys that are cached until then turned by the old ones. Here one of the two serves a
 model as it is loaded: the short ones where no request may be longer than that length
 (`EngineConfig.max_model_len`), else the long ones, for short requests too.
+
+What of a description is folded into tensors where they are read, so that nothing that runs them
+has to know of it.
+
+Rotation turns pairs of channels i and i + D / 2 of a whole head (`inference.models.rotary`). Heads
+that are stored otherwise - pairs side by side, turning channels before those that do not - have
+their channels put in that order: the rows of q and k with their scales, zero points and biases, the
+weights of norms over heads or whole projections, and the scales of K's channels in the cache. q and
+k have one order, so that their products do not change; V and what reads it stay as they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +44,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from formats.errors import CheckpointError
 from formats.families.family import Family
 from formats.families.sizes import heads_of, rotary_channels
+from inference.models.read import StoredLinear
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,3 +195,64 @@ def _no_rotation(reason: str) -> CheckpointError:
         f"config.json: rope_parameters give no rotary embedding ({reason}). Correct them, or copy "
         "config.json of the original model"
     )
+
+
+Channels = tuple[int, ...] | None
+
+
+def held_heads(stored: StoredLinear, heads: int, channels: Channels) -> StoredLinear:
+    """A layer that makes q, k and v with the channels of q and k in the order in which they run.
+
+    Args:
+        stored: q, k and v merged: [(Hq + 2 Hkv) D, K].
+        heads: Hq + Hkv.
+        channels: Places of the channels as they are stored; None where nothing moves.
+    """
+    if channels is None:
+        return stored
+    rows = torch.arange(len(stored.weight), device=stored.weight.device)
+    turning = rows[: heads * len(channels)].view(heads, -1)
+    turning.copy_(turning[:, channels])
+    return with_rows(stored, rows)
+
+
+def with_rows(stored: StoredLinear, rows: Tensor | Sequence[int]) -> StoredLinear:
+    """A layer with its outputs in another order: the places they have as they are stored."""
+    index = torch.as_tensor(rows, device=stored.weight.device)
+    if bool((index == torch.arange(len(index), device=index.device)).all()):
+        return stored
+    taken = (stored.weight, stored.scale, stored.zero_point, stored.bias)
+    weight, scale, zero_point, bias = (None if t is None else _rows(t, index) for t in taken)
+    assert weight is not None
+    return replace(stored, weight=weight, scale=scale, zero_point=zero_point, bias=bias)
+
+
+def held_norm(weight: Tensor, channels: Channels) -> Tensor:
+    """The weight of a norm of q or k, of one head [D] or of all [heads D], in the same order."""
+    if channels is None:
+        return weight
+    return weight.unflatten(0, (-1, len(channels)))[:, channels].flatten()
+
+
+def held_scales(
+    pair: tuple[Tensor, Tensor] | None, channels: Channels
+) -> tuple[Tensor, Tensor] | None:
+    """Static scales of K and V: those of K's channels [Hkv, D], if it has any, in that order."""
+    if pair is None or channels is None or pair[0].dim() < 2:
+        return pair
+    return pair[0][:, channels], pair[1]
+
+
+def with_divided_input(stored: StoredLinear, divisor: float) -> StoredLinear:
+    """A layer whose input comes divided by a number, which a static scale of it has to be too."""
+    if stored.input_scale is None or divisor == 1:
+        return stored
+    sinks = None if stored.sink_scale is None else stored.sink_scale / divisor
+    return replace(stored, input_scale=stored.input_scale / divisor, sink_scale=sinks)
+
+
+def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a tensor of any type; e4m3 is moved as bytes."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.view(torch.uint8)[rows].view(tensor.dtype)
+    return tensor[rows]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from inference.backend import Backend
-from inference.cpu.batch import Batch
 from inference.cpu.decoder import CpuDecoder, forward_by_ops
-from inference.cpu.layers import CpuExperts, Linear, pack_linear
+from inference.cpu.layers import Batch, CpuExperts, Linear, pack_linear
 from inference.cpu.loop import HostLoop
 from inference.models.config import ModelConfig
 from inference.models.read import StoredLinear

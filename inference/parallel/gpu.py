@@ -39,7 +39,7 @@ from inference.parallel.loader import RankLoader
 from inference.parallel.messages import RankSpec, Replay, RunPlan, Task, WarmUp
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard
-from inference.requests.step_result import StepResult
+from inference.requests.request import StepResult
 from inference.scheduling.batch import RunningBatch
 from inference.scheduling.blocks import blocks_for
 from inference.scheduling.work import Work

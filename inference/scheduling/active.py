@@ -15,9 +15,10 @@ from formats.errors import EngineEndedError, EngineError, RequestError
 from inference.requests.constraint import Matcher
 from inference.requests.request import (
     FinishReason,
+    Logprobs,
     RequestOutput,
+    StepResult,
 )
-from inference.requests.step_result import Logprobs, StepResult
 from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.batch import Bools, Ints
 from inference.scheduling.blocks import BlockChanges

@@ -30,8 +30,7 @@ from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.drafter import Drafter
 from inference.scheduling.prefix_tree import Key
-from inference.scheduling.prompt_rate import PromptRate
-from inference.scheduling.prompt_share import Prompt, rounded_down, share_tokens
+from inference.scheduling.prompt_share import Prompt, PromptRate, rounded_down, share_tokens
 from inference.scheduling.sequence import MASKED_DRAFTS, Sequence
 from inference.scheduling.work import Work
 from kernels.attention_inputs import KV_BLOCK

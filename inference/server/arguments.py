@@ -14,7 +14,7 @@ from inference.arguments import (
 )
 from inference.config import EngineConfig
 from inference.server.open_requests import QueueLimits
-from inference.server.tools.tool_format import tool_formats
+from inference.server.tools.parser import tool_formats
 
 KEY = "PTQ_API_KEY"  # a key on a command line is seen by everybody who may list processes
 BATCH_SIZES = {"cpu": 64, "cuda": 256}

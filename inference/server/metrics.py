@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from inference.server.engine_client import EngineClient
-from inference.server.measures import WHOLE, Histogram
+from inference.server.messages import WHOLE, Histogram
 from inference.server.served_engine import ServedEngine
 
 METHODS = ("GET", "POST", "HEAD", "OPTIONS")

@@ -20,8 +20,7 @@ from inference.backend import Backend
 from inference.config import EngineConfig
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, clear_blocks
-from inference.models.model import Model
-from inference.models.network import Catching, Chain, Network
+from inference.models.network import Catching, Chain, Model, Network
 from inference.models.parts import Layer
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.speculate.cached_tokens import CachedTokens
@@ -102,7 +101,7 @@ def network_backend(target: Target) -> NetworkBackend:
 
 
 class ChainProposer:
-    """A proposer that runs a network; see `inference.speculate.proposer.Proposer`.
+    """A proposer that runs a network; see `inference.speculate.choose.Proposer`.
 
     Args:
         network: What it runs.

@@ -132,7 +132,7 @@ class HeadNetwork:
 
 
 class HeadProposer(ChainProposer):
-    """A proposer that runs a head; see `inference.speculate.proposer.HiddenStateProposer`.
+    """A proposer that runs a head; see `inference.speculate.choose.HiddenStateProposer`.
 
     Args:
         head: What it runs.

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.work import Work
+from inference.speculate.choose import HiddenStateProposer, Proposer
 from inference.speculate.estimates import OUTLIER, Share, StepTime
-from inference.speculate.proposer import HiddenStateProposer, Proposer
 
 Floats = NDArray[np.floating]
 

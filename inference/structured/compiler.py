@@ -1,22 +1,200 @@
-"""Compiles constraints off the engine's thread and out of its process, and keeps the results."""
+"""Compiles constraints off the engine's thread and out of its process, and keeps the results.
+
+The engine's end of the connection to the process that compiles constraints.
+
+Which tokens may come next in one output.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from threading import Lock
+from multiprocessing.connection import Connection
+from threading import Lock, Thread
 from typing import Any
 from weakref import finalize
+
+import numpy as np
 
 from formats.errors import RequestError
 from inference.requests.constraint import Constraint
 from inference.scheduling.active import MakeMatcher
-from inference.structured.helper import Bounds
-from inference.structured.link import Compiled, HelperLink, refused
-from inference.structured.matcher import GrammarMatcher
+from inference.structured.helper import Answer, Bounds
+
+Compiled = tuple[Any, int]  # xgrammar's, and its bytes as JSON
+
+
+class HelperLink:
+    """A helper process, from its start to its end; `inference.structured.helper` is the other side.
+
+    Args:
+        info: xgrammar's view of the tokenizer.
+        bounds: What a constraint may take.
+
+    Attributes:
+        process: The helper.
+    """
+
+    def __init__(self, info: Any, bounds: Bounds) -> None:
+        self._info, self._lock = info, Lock()
+        self._asked: dict[int, Future[Compiled]] | None = {}  # None once it has ended
+        self._number = 0
+        self._socket, theirs = socket.socketpair()
+        self._connection = Connection(self._socket.dup().detach())
+        paths = os.pathsep.join(path for path in sys.path if path)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "inference.structured.helper", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the engine, with which it ends
+            )
+        self._connection.send((info.serialize_json(), bounds))
+        Thread(target=self._receive, name="constraints", daemon=True).start()
+
+    def ask(self, constraint: Constraint) -> Future[Compiled]:
+        """Have a constraint compiled.
+
+        Raises:
+            OSError: the process has ended.
+        """
+        future: Future[Compiled] = Future()
+        with self._lock:
+            if self._asked is None:
+                raise BrokenPipeError("the process that compiles constraints has ended")
+            self._number += 1
+            self._asked[self._number] = future
+        self._connection.send((self._number, constraint.kind, constraint.plain))
+        return future
+
+    def close(self) -> None:
+        """End the connection, and with it the process."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _receive(self) -> None:
+        """Take answers until the process ends."""
+        with suppress(EOFError, OSError):
+            while True:
+                self._take(self._connection.recv())
+        self.process.wait()
+        with self._lock:
+            asked, self._asked = self._asked or {}, None
+        for future in asked.values():
+            future.set_exception(refused("the process that compiles it has ended; ask again"))
+
+    def _take(self, answer: Answer) -> None:
+        import xgrammar
+
+        number, text, refusal = answer
+        with self._lock:
+            future = (self._asked or {}).pop(number)
+        if text is None:
+            future.set_exception(refused(str(refusal)))
+        else:
+            try:
+                compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
+            except RuntimeError as error:
+                future.set_exception(refused(str(error)))
+            else:
+                future.set_result((compiled, len(text)))
+
+
+def refused(reason: str) -> RequestError:
+    """A constraint cannot be used, for a reason."""
+    return RequestError(f"constraint: {reason}", "constraint")
+
+
+class GrammarMatcher:
+    """Follows one output under a compiled grammar.
+
+    Args:
+        compiled: From xgrammar.
+        words: Of a mask: ceil(vocabulary / 32).
+        ends: End tokens of the model.
+        stops: Tokens that end this output beside them. Those that are no text come where it may
+            end; the others are text as well.
+
+    Attributes:
+        done: Whether the text is complete, and nothing but its end may come.
+    """
+
+    def __init__(
+        self, compiled: Any, words: int, ends: Set[int], stops: Sequence[int] = ()
+    ) -> None:
+        import xgrammar
+
+        info = compiled.tokenizer_info
+        ends = ends | ({*stops} & {*info.special_token_ids} if stops else set())
+        self._matcher = xgrammar.GrammarMatcher(
+            compiled, override_stop_tokens=sorted(ends) or list(info.stop_token_ids)
+        )
+        self._filled = np.zeros((1, -(-info.vocab_size // 32)), dtype=np.int32)
+        self._ends = np.zeros(words, dtype=np.int32)
+        for token in ends:
+            self._ends.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        self._words, self.done = words, False
+        self._fill()
+
+    def accept(self, token: int) -> bool:
+        """Take the next token; False where it does not match, or no text goes on with it."""
+        if not self._matcher.accept_token(token):
+            return False
+        if self._matcher.is_terminated():
+            self.done = True
+            return True
+        self._fill()
+        return not self.done or self._matcher.is_completed()
+
+    def mask(self, *, ends: bool = True) -> np.ndarray:
+        """Which tokens may come, int32 [ceil(vocabulary / 32)], bit i % 32 of word i // 32.
+
+        Args:
+            ends: Whether end tokens may, if there are others.
+        """
+        return self._allowed(self._filled, ends=ends)
+
+    def masks_behind(self, drafts: Sequence[int], ends: Sequence[bool]) -> list[np.ndarray]:
+        """Which tokens may come next, and behind each of some drafts, as if these had come.
+
+        Args:
+            drafts: One token after the other. Behind the first that may not come, where nothing
+                counts, masks are those before it.
+            ends: As `ends` of `mask`, for each of them.
+
+        Returns:
+            As `mask`, one more than there are drafts.
+        """
+        masks, filled, taken = [self.mask(ends=ends[0])], self._filled.copy(), 0
+        for token, may_end in zip(drafts, ends[1:], strict=True):
+            going = taken == len(masks) - 1 and not self._matcher.is_terminated()
+            if going and self._matcher.accept_token(token):
+                taken += 1
+                if not self._matcher.is_terminated():
+                    self._matcher.fill_next_token_bitmask(filled)
+            masks.append(self._allowed(filled, ends=may_end).copy())
+        if taken:
+            self._matcher.rollback(taken)
+        return masks
+
+    def _allowed(self, filled: np.ndarray, *, ends: bool) -> np.ndarray:
+        allowed = filled[0, : self._words]
+        others = allowed & ~self._ends
+        return allowed if ends or not others.any() else others
+
+    def _fill(self) -> None:
+        self._matcher.fill_next_token_bitmask(self._filled)
+        self.done = not (self._filled[0, : self._words] & ~self._ends).any()
+
 
 MOST_KEPT = 64  # compiled grammars
 MOST_BYTES = 256 << 20  # of them together, as JSON

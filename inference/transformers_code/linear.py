@@ -2,17 +2,32 @@
 
 Layers that read one tensor run as one: the first that is called with it computes them all, and the
 others take their part when they are called with the same tensor.
+
+Experts inside transformers' code: each runs once, on the rows that its router chose for it.
+
+Rotary embeddings inside transformers' code whose frequencies depend on how long a sequence is.
+
+transformers changes such frequencies when the longest sequence of a batch grows past a length: in a
+batch of several requests that would turn the keys of one by the length of another. Here they are
+chosen once, when the model is loaded, as `inference.models.rotary` documents: LongRoPE's short ones
+where no request may be longer than the length that the model was first trained on, else the long
+ones; those of dynamic NTK scaling are the first ones, since no request is longer than the model's
+positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from formats.errors import CheckpointError
+from inference.models.feed_forward import by_expert
 from inference.models.layers import LinearLayer
-from inference.transformers_code.attention import current_sinks, current_step
+from inference.transformers_code.attention import current_sinks, current_step, only_rows
 
 
 class BackendLinear(nn.Module):
@@ -130,3 +145,71 @@ class Head(nn.Module):
         rows = current_step().rows
         x = x[0] if rows is None else x[0].index_select(0, rows)
         return self.layer(x).float()[None]
+
+
+class RoutedExperts(nn.ModuleList):
+    """The experts of a block, in the place of transformers' stack.
+
+    All that is added up of a token is added in the order of its own experts, so that its bits do
+    not depend on the batch.
+    """
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Sum of the chosen experts' outputs, as weighted.
+
+        Args:
+            x: [T, hidden].
+            chosen: Experts of each token: int64 [T, k].
+            weights: Theirs [T, k].
+        """
+
+        def run(expert: nn.Module, tokens: Tensor) -> Tensor:
+            with only_rows(tokens):
+                return expert(x[tokens])
+
+        outputs = by_expert(x, chosen, list(self), run)
+        y = outputs[:, 0] * weights[:, :1]
+        for i in range(1, chosen.shape[1]):  # in order: a sum of torch's may take any
+            y = y + outputs[:, i] * weights[:, i : i + 1]
+        return y.to(x.dtype)
+
+
+CHANGING = ("longrope", "dynamic")
+
+
+def fix_frequencies(model: nn.Module, longest: int) -> None:
+    """Choose the frequencies of every rotary embedding for requests of up to so many tokens.
+
+    Raises:
+        CheckpointError: the code keeps frequencies in a way that is not known here.
+    """
+    module: Any
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                _fix(module, kind, longest, layer_type)
+            module.rope_type = dict.fromkeys(kinds, "default")
+        elif kinds is not None:
+            _fix(module, kinds, longest, None)
+            module.rope_type = "default"
+
+
+def _fix(module: Any, kind: str, longest: int, layer_type: str | None) -> None:
+    if not any(name in str(kind) for name in CHANGING):
+        return
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    frequency = getattr(module, f"{prefix}inv_freq", None)
+    if frequency is None:
+        raise CheckpointError(f"{type(module).__name__}: rope_type {kind!r} is not run here")
+    if kind != "longrope":
+        return
+    parameters = module.config.rope_parameters
+    own = parameters if layer_type is None else parameters[layer_type]
+    limit = own["original_max_position_embeddings"]
+    if longest > limit:
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        longer, _ = ROPE_INIT_FUNCTIONS[kind](
+            module.config, torch.device("cpu"), seq_len=limit + 1, **options
+        )
+        frequency.copy_(longer)

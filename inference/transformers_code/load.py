@@ -15,16 +15,14 @@ from formats.errors import CheckpointError
 from formats.families.groups import common_inputs
 from formats.families.registry import find_family
 from formats.memory import release_freed_memory
-from formats.modeling.config import transformers_config
 from formats.modeling.experts import Experts
 from formats.modeling.found import is_linear
-from formats.modeling.load import materialize
+from formats.modeling.load import materialize, transformers_config
 from formats.modeling.model import SideBySide, found_model, meta_model
 from formats.modeling.structure import Structure
 from inference.models.layers import LayerFactory, LinearLayer
 from inference.models.read import read_linear
 from inference.transformers_code.attention import NAME, attend
-from inference.transformers_code.experts import RoutedExperts
 from inference.transformers_code.known import use_kernels
 from inference.transformers_code.linear import (
     BackendLinear,
@@ -32,9 +30,10 @@ from inference.transformers_code.linear import (
     Head,
     HeadRows,
     PartOfLinear,
+    RoutedExperts,
     SharedInput,
+    fix_frequencies,
 )
-from inference.transformers_code.rotary import fix_frequencies
 from kernels.numerics import dequantize
 
 AttentionInterface.register(NAME, attend)

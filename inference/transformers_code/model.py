@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.later import later
-from formats.modeling.config import transformers_config
 from formats.modeling.layers import positions_of, structure_of
+from formats.modeling.load import transformers_config
 from formats.modeling.structure import Structure
+from formats.namespace import later
 from inference.models.layers import LayerFactory
-from inference.models.model import KVHeads
+from inference.models.network import KVHeads
 from inference.transformers_code.attention import TAKEN, Step, running
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ else:  # transformers' code of models takes seconds, and declared families run w
 
 @dataclass(frozen=True)
 class CodeShape:
-    """Shape of a decoder as its code has it; see `inference.models.model.ModelShape`.
+    """Shape of a decoder as its code has it; see `inference.models.network.ModelShape`.
 
     Attributes:
         structure: Names of its parts.

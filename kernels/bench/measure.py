@@ -10,11 +10,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernels.bench.case import BenchCase, Limits
-from kernels.bench.peers.published import published
-from kernels.bench.peers.run import Peers
+from kernels.bench.case import (
+    BenchCase,
+    Limits,
+    Row,
+    cells,
+    describe,
+    header,
+    line,
+    markdown,
+    notes,
+    to_json,
+)
+from kernels.bench.peers.torch_peers import Peers, published
 from kernels.bench.shapes import Gemm, Selection
-from kernels.bench.table import Row, cells, describe, header, line, markdown, notes, to_json
 from kernels.bench.timing import CLOCKS
 
 NOMINAL = {  # bytes a microsecond; others of these generations have other memory

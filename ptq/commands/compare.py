@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
 from formats.files import replace_file
-from formats.later import later
+from formats.namespace import later
 from ptq.output import PEERS_FILE, REPORT_FOLDER, require_run
 
 if TYPE_CHECKING:

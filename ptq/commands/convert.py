@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
-from formats.later import later
+from formats.namespace import later
 from formats.stored.other_kinds import locate_model
-from ptq.commands.arguments import add_quiet
+from ptq.commands.next_steps import add_quiet
 from ptq.convert.targets import FLOAT_TYPES, TARGETS
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
-from formats.later import later
-from ptq.commands.arguments import add_recipe_arguments, overrides_of
+from formats.namespace import later
+from ptq.commands.next_steps import add_recipe_arguments, overrides_of
 from ptq.recipe.reading import read_recipe
 
 if TYPE_CHECKING:
     import ptq.plan.plan as planning
-    from ptq.plan import explain
+    from ptq.plan import describe
 else:
-    explain = later("ptq.plan.explain")
+    describe = later("ptq.plan.describe")
     planning = later("ptq.plan.plan")
 
 
@@ -36,5 +36,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     loaded = read_recipe(arguments.recipe, overrides_of(arguments)).pinned()
     plan = planning.plan_recipe(loaded, force=True, solves=False)
-    print("\n".join(explain.explain(plan, arguments.module)))
+    print("\n".join(describe.explain(plan, arguments.module)))
     return 0

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from formats.command import CommandParser
 from formats.errors import RequestError, suggestion
-from ptq.recipe.shipped import ShippedRecipe, shipped_paths, shipped_recipes
+from ptq.recipe.own_model import ShippedRecipe, shipped_paths, shipped_recipes
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING
 from formats.command import CommandParser
 from formats.errors import RecipeError
 from formats.hub import hide_progress
-from formats.later import later
 from formats.lock import output_locked
-from formats.namespace import require_own_packages
-from ptq.commands.arguments import add_quiet, add_recipe_arguments, overrides_of
-from ptq.commands.next_steps import checkpoint_lines, forced_command, next_commands
-from ptq.output import RECIPE_FILE, REPORT_FOLDER, is_taken
+from formats.namespace import later, require_own_packages
+from ptq.commands.next_steps import (
+    add_quiet,
+    add_recipe_arguments,
+    checkpoint_lines,
+    forced_command,
+    next_commands,
+    overrides_of,
+)
+from ptq.output import RECIPE_FILE, REPORT_FOLDER, format_table, is_taken, typed_path
 from ptq.recipe.reading import LoadedRecipe, read_recipe
-from ptq.text import format_table, typed_path
 
 if TYPE_CHECKING:
     import ptq.plan.plan as planning
@@ -31,17 +35,17 @@ if TYPE_CHECKING:
     from ptq import result as results
     from ptq.pipeline import driver, resume
     from ptq.plan import preflight
+    from ptq.search import record
     from ptq.search import search as searching
-    from ptq.search import summary
 else:
     driver = later("ptq.pipeline.driver")
     planning = later("ptq.plan.plan")
     preflight = later("ptq.plan.preflight")
+    record = later("ptq.search.record")
     reporting = later("ptq.report.report")
     results = later("ptq.result")
     resume = later("ptq.pipeline.resume")
     searching = later("ptq.search.search")
-    summary = later("ptq.search.summary")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +87,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     print(format_table(report.summary_rows))
     print()
     if ordered is not None:
-        print(f"{format_table(summary.choice_rows(ordered.record))}\n")
+        print(f"{format_table(record.choice_rows(ordered.record))}\n")
     for failure in report.failures:
         print(f"FAILED: {failure}")
     print(f"verdict:    {report.line}")

@@ -16,25 +16,23 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.command import CommandParser, count
+from formats.command import CommandParser, bar, count
 from formats.files import replace_file
-from formats.later import later
 from formats.lock import output_locked
-from formats.progress import bar
-from ptq.commands.arguments import add_quiet
-from ptq.sweep.local_pool import LocalPool
-from ptq.sweep.ray_pool import RayPool
+from formats.namespace import later
+from ptq.commands.next_steps import add_quiet
+from ptq.output import duration_text, typed_path
+from ptq.sweep.local_pool import LocalPool, RayPool
 from ptq.sweep.spec import read_spec
 from ptq.sweep.tasks import Outcome, Task, left_to_run, plan_tasks
-from ptq.text import duration_text, typed_path
 
 if TYPE_CHECKING:
     import torch
 
-    from ptq.sweep import summary
+    from ptq.sweep import running
 else:
     torch = later("torch")
-    summary = later("ptq.sweep.summary")
+    running = later("ptq.sweep.running")
 
 TABLE = "sweep.md"
 
@@ -72,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{len(outcomes)} of {len(tasks)} tasks have run before")
         if left:
             outcomes |= _run(arguments, left)
-        text = summary.describe(tasks, outcomes)
+        text = running.describe(tasks, outcomes)
         replace_file(output / TABLE, text.encode())
     print(f"\n{text}")
     print(f"table: {typed_path(output / TABLE)}")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
+from formats.command import bar
 from formats.errors import CheckpointError
 from formats.foreign.folder import owner
 from formats.foreign.layout import used_groups
-from formats.progress import bar
 from formats.scheme import Strict
 from formats.stored.weights import StoredWeight
 

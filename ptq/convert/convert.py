@@ -23,13 +23,12 @@ from formats.families.registry import find_family
 from formats.files import building_directory, fsync_path, write_bytes
 from formats.foreign.awq import awq_config, awq_layout, refuse_awq
 from formats.foreign.folder import named
-from formats.foreign.fp8_block import (
+from formats.foreign.fp8 import (
     fp8_block_config,
     fp8_block_layout,
     refuse_fp8_block,
 )
-from formats.foreign.gptq import Version, gptq_layout, refuse_gptq
-from formats.foreign.gptq_config import gptq_config
+from formats.foreign.gptq import Version, gptq_config, gptq_layout, refuse_gptq
 from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import refuse_pickle
 from formats.foreign.paddle import paddle_tables

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.checkpoint.portable import only_here
+from formats.checkpoint.native import only_here
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError

@@ -1,4 +1,7 @@
-"""The original and the quantized model compared on one device or several, each with both models."""
+"""The original and the quantized model compared on one device or several, each with both models.
+
+Where both models run to be compared.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,14 @@ import torch
 from torch import Tensor
 
 from calibrate.workers import Workers
-from formats.progress import bar
+from formats.checkpoint.read import Checkpoint
+from formats.command import bar
+from formats.errors import PTQError
 from inference.accuracy import Accuracy, Scorer, SequenceScores, check_sequences, score, summarize
+from inference.backend import choose_backend
+from inference.transformers_code.choose import read_shape
+from ptq.plan.devices import on_gpu
+from ptq.recipe.schema import DevicesSpec, Recipe
 
 Pair = tuple[Scorer, Scorer]  # the original and what is judged
 
@@ -49,3 +58,28 @@ def compare_on(
         found = workers.each("comparing both models", run)
     count = len(workers)
     return summarize([found[i % count][i // count] for i in range(len(sequences))])
+
+
+def report_devices(recipe: Recipe) -> tuple[str, ...]:
+    """Where both models run to be compared, by torch's names; `auto` follows the recipe's own
+    device, but for a GPU or a model that the engine's kernels do not take.
+    """
+    chosen = recipe.report.device
+    if chosen == "auto":
+        own = recipe.device
+        chosen = own if isinstance(own, DevicesSpec) else "cuda" if on_gpu(recipe) else "cpu"
+        if chosen == "cuda" and not _runs(recipe):
+            return ("cpu",)
+    if isinstance(chosen, str):
+        return (chosen,)
+    return tuple(f"cuda:{index}" for index in range(chosen.gpus)) if chosen.gpus else ("cpu",)
+
+
+def _runs(recipe: Recipe) -> bool:
+    """Whether the engine runs the recipe's model on a GPU here."""
+    try:
+        checkpoint = Checkpoint.open(recipe.model.folder)
+        read_shape(checkpoint, choose_backend("cuda", checkpoint))
+    except PTQError:
+        return False
+    return True

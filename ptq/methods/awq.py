@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import LayerScheme
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.folding import SmoothedGroup

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, replaced
-from ptq.methods.common.method import Method
-from ptq.methods.common.parts import Part, layer_parts
+from ptq.methods.common.method import Method, Part, layer_parts
 from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Costs: what every layer would cost the model in each of some schemes, in nats of KL divergence.
 
-With the Fisher factors A and G of a layer (`calibrate.fisher`), |g_t|^2 the weight of token t:
+With the Fisher factors A and G of a layer (`calibrate.gradients`), |g_t|^2 the weight of token t:
 
     weight W rounded to W - E          1/2 tr(E^T G E A)
     input x_t rounded to x_t - e_t     1/2 mean_t |g_t|^2 (W e_t)^T G (W e_t)
@@ -23,7 +23,7 @@ from pydantic import Field
 
 from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.families.groups import SmoothingGroup
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import LayerScheme, WeightSpec
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.method import Method
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from calibrate import fisher
+    from calibrate import gradients
     from ptq.methods import registry
     from ptq.methods.common import cache
 else:
     cache = later("ptq.methods.common.cache")
-    fisher = later("calibrate.fisher")
+    gradients = later("calibrate.gradients")
     registry = later("ptq.methods.registry")
     torch = later("torch")
 
@@ -218,7 +218,7 @@ class RoundedSamples:
         weights = work.gradients.output(name).weights_of(sample, len(x))[-len(x) :].to(x.device)
         moved = (error @ linear.weight.T) * weights.sqrt()[:, None]
         identity = torch.eye(len(x), device=x.device)
-        return fisher.FisherFactors(identity, work.fisher(name).outputs).kl(moved.T).item()
+        return gradients.FisherFactors(identity, work.fisher(name).outputs).kl(moved.T).item()
 
     def _cached(self, role: CacheRole, x: Tensor, spec: KVCacheSpec, sample: int) -> float:
         """1/2 sum_t,h |g_t,h|^2 e_t^T G_h e_t of one sample's K or V [tokens, heads, D]."""

@@ -11,7 +11,7 @@ Columns go in blocks; the columns beyond a block are updated once, when it is do
 groups of neighbouring columns as they stand in the checkpoint ("static groups"), so that nothing of
 the order remains on disk. Layers that share an input share H and its factor; those of one module,
 such as q, k and v, are solved as one. `sweeps` of coordinate descent over the integers may follow
-(`ptq.methods.common.descent`).
+(`ptq.methods.common.fitting`).
 
 lambda is `damp` times the mean of H's diagonal. If H does not factor, lambda is raised tenfold
 until it does; if it never does, or if a layer's error tr(E H E^T) comes out larger than that of
@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from formats.families.groups import SmoothingGroup
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import LayerScheme, WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
-from ptq.methods.common.method import LayerMethod
-from ptq.methods.common.parts import layers_by_input
+from ptq.methods.common.method import LayerMethod, layers_by_input
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, ScaleSearch, Stage
 
 if TYPE_CHECKING:
@@ -41,9 +40,8 @@ if TYPE_CHECKING:
     import kernels.numerics as numerics
     from formats.stored import weights as storage
     from kernels.triton.calibration import columns as kernels
-    from ptq.methods.common import descent, moments, rounding
+    from ptq.methods.common import fitting, moments, rounding
 else:
-    descent = later("ptq.methods.common.descent")
     kernels = later("kernels.triton.calibration.columns")
     moments = later("ptq.methods.common.moments")
     numerics = later("kernels.numerics")
@@ -322,12 +320,12 @@ class GPTQ(LayerMethod):
     ) -> list[Tensor]:
         """The integers of each layer."""
         size, sweeps = self.spec.block_size, self.spec.sweeps
-        smooth = descent.damped(hessian, self.spec.damp) if sweeps else hessian
+        smooth = fitting.damped(hessian, self.spec.damp) if sweeps else hessian
 
         def one(weight: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
             q = gptq(weight, scale, zeros, spec, factor, order, size)
             for _ in range(sweeps):
-                q = descent.descend(q, weight, scale, zeros, spec, smooth, order, size)
+                q = fitting.descend(q, weight, scale, zeros, spec, smooth, order, size)
             return q
 
         joined = spec.granularity in ("per_channel", "group")  # scales are stacked by row

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from formats.families.groups import SmoothingGroup
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.method import LayerMethod

@@ -11,9 +11,9 @@ and the block is given what the quantized blocks before it hand over while it is
 float block would have, so that it also makes up for their error.
 
 With `metric: kl` the error e_t of the block's output at token t is weighted by what it costs the
-model, |g_t|^2 e_t^T G e_t (`calibrate.fisher`, the block's output in place of a layer's), in place
-of |e_t|^2: this needs gradients. As both factors are estimates from few tokens, half of |g_t|^2 is
-its mean over all tokens, and half of G's mean diagonal is added to G.
+model, |g_t|^2 e_t^T G e_t (`calibrate.gradients`, the output of the block for that of a layer), in
+place of |e_t|^2: this needs gradients. As both factors are estimates from few tokens, half of
+|g_t|^2 is its mean over all tokens, and half of G's mean diagonal is added to G.
 
 Where the error over all samples is not lower in the end, the layers stay as they were: a reported
 event. Scales of two levels keep the units of their channels; the multiples move. Layers with fp8
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from formats.families.groups import SmoothingGroup
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced
 from ptq.methods.common.events import Event

@@ -34,22 +34,22 @@ from formats.families.attention import LatentAttention
 from formats.families.groups import SmoothingGroup
 from formats.families.registry import family_of
 from formats.families.sizes import heads_of
-from formats.later import later
+from formats.namespace import later
 from formats.residual_rotation import with_rotation
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.spec import MethodSpec, Stage
-from ptq.methods.common.stored_layers import kept_layers
+from ptq.methods.rtn import kept_layers
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from formats import hadamard
+    from formats import residual_rotation
     from formats.families.family import Family
     from formats.modeling import load
 else:
-    hadamard = later("formats.hadamard")
+    residual_rotation = later("formats.residual_rotation")
     load = later("formats.modeling.load")
     torch = later("torch")
 
@@ -151,8 +151,8 @@ class RotatedCheckpoint(FloatModelView):
         config = source.config
         hidden, head = int(config["hidden_size"]), heads_of(config).size
         self.family = family_of(config)
-        self.r1 = hadamard.random_rotation(hidden, spec.seed) if spec.residual else None
-        self.r2 = hadamard.random_rotation(head, spec.seed + 1) if spec.values else None
+        self.r1 = residual_rotation.random_rotation(hidden, spec.seed) if spec.residual else None
+        self.r2 = residual_rotation.random_rotation(head, spec.seed + 1) if spec.values else None
         tied = bool(config.get("tie_word_embeddings", HEAD not in source))
         self.unties = spec.residual and tied
         self._check_names()
@@ -180,7 +180,7 @@ class RotatedCheckpoint(FloatModelView):
             f"{name} ({'random' if known is None else 'Hadamard'} {len(r)})"
             for name, r in parts
             if r is not None
-            for known in (hadamard.hadamard_matrix(len(r)),)
+            for known in (residual_rotation.hadamard_matrix(len(r)),)
         ]
         cost = f"; unties lm_head, which adds {self.added_bytes / 1e6:.1f} MB"
         yield f"rotated: {', '.join(kinds)}{cost if self.added_bytes else ''}"

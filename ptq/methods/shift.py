@@ -12,9 +12,9 @@ largest magnitude in it: no scale becomes coarser, and there is nothing to searc
 
 Attention with sinks (gpt-oss) gives a part of its weight to no value: its weights sum to less than
 1, and it is left alone. Both projections need a bias. Families whose configuration knows
-`attention_bias` get one (`ptq.methods.common.biased`); where there can be none, the block is left
-alone and an event says so. The inputs of q, k, v, gate, up and down cannot be shifted: RMSNorm has
-no bias to take z, and up's output is multiplied before down reads it.
+`attention_bias` get one (`ptq.methods.common.float_model`); where there can be none, the block is
+left alone and an event says so. The inputs of q, k, v, gate, up and down cannot be shifted: RMSNorm
+has no bias to take z, and up's output is multiplied before down reads it.
 
 v_proj's bias is stored in the checkpoint's type. The shift that counts is therefore what rounding
 made of it, and o_proj's bias follows that one: its own rounding is all that is lost.
@@ -28,12 +28,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from formats.families.attention import LatentAttention
 from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
-from ptq.methods.common.biased import BiasedCheckpoint
 from ptq.methods.common.block import BlockWork, set_parameter
 from ptq.methods.common.events import Event
-from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.float_model import BiasedCheckpoint, FloatModel
 from ptq.methods.common.folding import source_channel
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MethodSpec, Stage

@@ -35,7 +35,7 @@ from pydantic import Field
 from formats.families.attention import LatentAttention
 from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, set_parameter
 from ptq.methods.common.events import Event

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import LayerScheme
 from ptq.methods.common.folding import SmoothedGroup
 from ptq.methods.common.migration import Choice, Migration

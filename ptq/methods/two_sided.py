@@ -1,7 +1,7 @@
 """Rounding against the model's KL: what rounds a weight's element is made up for on both sides.
 
 GPTQ (Frantar et al. 2022, arXiv 2210.17323) lowers the error of a layer's output, tr(E H E^T) with
-E = W - Q. Here it is what the error costs the model, to second order (`calibrate.fisher`, after
+E = W - Q. Here it is what the error costs the model, to second order (`calibrate.gradients`, after
 Martens and Grosse 2015, arXiv 1503.05671),
 
     KL = 1/2 tr(E^T G E A),        A of the layer's inputs, G of the gradients at its outputs.
@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from formats.families.groups import SmoothingGroup
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import LayerScheme, WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
@@ -55,13 +55,12 @@ if TYPE_CHECKING:
     import kernels.feedback as feedback
     import kernels.numerics as numerics
     import kernels.triton.calibration.feedback as triton_feedback
-    from calibrate.fisher import FisherFactors
+    from calibrate.gradients import FisherFactors
     from formats.stored import weights as storage
     from formats.stored.weights import StoredWeight
     from ptq.methods import gptq
-    from ptq.methods.common import descent, fitting, rounding
+    from ptq.methods.common import fitting, rounding
 else:
-    descent = later("ptq.methods.common.descent")
     feedback = later("kernels.feedback")
     fitting = later("ptq.methods.common.fitting")
     gptq = later("ptq.methods.gptq")
@@ -155,7 +154,7 @@ class Side:
         found = gptq.inverse_factor(ordered, damp)
         if found is None:
             return None
-        return cls(order, found[0], descent.damped(ordered, found[1]), found[1])
+        return cls(order, found[0], fitting.damped(ordered, found[1]), found[1])
 
 
 @dataclass(frozen=True)

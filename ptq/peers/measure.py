@@ -19,8 +19,8 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from calibrate.data import TokenSet
+from formats.command import bar
 from formats.errors import EngineError
-from formats.progress import bar
 from formats.scheme import Strict
 from inference.accuracy import Accuracy, Scorer, compare
 from inference.bench.peers.process import PeerProcess

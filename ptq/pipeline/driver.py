@@ -21,21 +21,22 @@ from torch import Tensor
 from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
 from formats.checkpoint.write import CheckpointWriter
+from formats.command import bar, on_terminal, say
 from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.memory import peak_rss_bytes
 from formats.modeling.layers import stored_names
-from formats.progress import bar, on_terminal, say
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.tokenizer import load_tokenizer
 from ptq.methods.common.events import Event, SmoothingRow
-from ptq.methods.common.stored_layers import kept_layers
+from ptq.methods.rtn import kept_layers
 from ptq.output import (
     CHECKPOINT_FOLDER,
     RECIPE_FILE,
     RESULT_FILE,
     RESUME_FOLDER,
     STATISTICS_FILE,
+    typed_path,
 )
 from ptq.pipeline.artifact import (
     FISHER_FOLDER,
@@ -46,20 +47,19 @@ from ptq.pipeline.artifact import (
     keep_moments,
     save_moments,
 )
-from ptq.pipeline.behind import Behind
-from ptq.pipeline.device import fast_products
 from ptq.pipeline.emit import emit_rest
 from ptq.pipeline.found import Found
 from ptq.pipeline.gradients import GradientStore
 from ptq.pipeline.head import solve_head
 from ptq.pipeline.key import gradients_key, key_of, run_facts, seen_key
 from ptq.pipeline.live import LiveTable
+from ptq.pipeline.measure import fast_products
+from ptq.pipeline.passes import Behind
 from ptq.pipeline.resume import ResumableRun, SolvedBlock, discard
 from ptq.pipeline.solvable import check_solvable
 from ptq.pipeline.solver import BlockSolver
-from ptq.plan.head import head_weight
+from ptq.plan.modules import head_weight, shard_bytes
 from ptq.plan.plan import Plan
-from ptq.plan.shapes import shard_bytes
 from ptq.recipe.reading import resolved_yaml
 from ptq.result import (
     BlockRow,
@@ -68,7 +68,6 @@ from ptq.result import (
     QuantizationResult,
     Stopwatch,
 )
-from ptq.text import typed_path
 
 
 def quantize(

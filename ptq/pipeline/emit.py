@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from calibrate.observers import choose_absmax, clip_fraction
-from calibrate.roles import SINK_INPUT
+from calibrate.sinks import SINK_INPUT
 from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics
 from formats.cache_scheme import CacheRole, KVCacheSpec
-from formats.checkpoint.sink_scales import LEAF
+from formats.checkpoint.kv_scales import LEAF
 from formats.checkpoint.write import CheckpointWriter
 from formats.families.attention import LatentAttention
-from formats.fp4 import least_unit
+from formats.pack import least_unit
 from formats.scale_table import Role, ScaleEntry
 from formats.stored.weights import StoredWeight, scale_in_table, weight_tensors
 from kernels.numerics import TYPES, choose_scale, expand_scale
 from kernels.two_level import two_level
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.float_model import FloatModel
-from ptq.methods.common.stored_layers import stored_tensors
+from ptq.methods.rtn import stored_tensors
 from ptq.pipeline.measure import CACHES, cache_ratios
 from ptq.result import ModuleRow
 

@@ -24,15 +24,15 @@ from torch import Tensor
 
 from calibrate.backward import IN_MEMORY, KeptInputs, backward
 from calibrate.gradients import BlockGradients, block_size
-from calibrate.spread import BlockWorkers
 from calibrate.stream import BlockStream
+from calibrate.workers import BlockWorkers
+from formats.command import bar
 from formats.errors import CheckpointError
 from formats.files import fsync_path, replace_file, writing
-from formats.progress import bar
 from formats.stored.safetensors_files import write_tensors
 from ptq.output import GRADIENTS_FOLDER
-from ptq.pipeline.behind import Behind
-from ptq.plan.schedule import KEPT_MOMENTS
+from ptq.pipeline.passes import Behind
+from ptq.plan.footprint import KEPT_MOMENTS
 
 MARK = "gradients.json"
 

@@ -1,8 +1,8 @@
 """The layer that gives logits, solved after the last block, some of its rows at a time.
 
 Every row of it reads the same: what is seen of its input, by `BlockStream.finish`, serves all. So
-memory is that of some rows (`ptq.plan.head.piece_rows`), whatever the vocabulary. It is a block of
-one layer to the methods that round.
+memory is that of some rows (`ptq.plan.modules.piece_rows`), whatever the vocabulary. It is a block
+of one layer to the methods that round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ptq.pipeline.measure import LayerPowers, module_row, powers
 from ptq.pipeline.passes import observe
 from ptq.pipeline.resume import BlockRecord, SolvedBlock
 from ptq.pipeline.solver import BlockSolver
-from ptq.plan.head import HEAD_STAGES, head_weight, piece_rows
+from ptq.plan.modules import HEAD_STAGES, head_weight, piece_rows
 from ptq.result import BlockRow, ModuleRow
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from formats.progress import say
+from formats.command import say
 from formats.scale_table import ScaleEntry
+from ptq.output import decibel, percent, size_text
 from ptq.result import BlockRow, ModuleRow
-from ptq.text import decibel, percent, size_text
 
 HEAD = ("block", "worst layer", "SQNR", "of rounding", "clipped", "seconds", "memory")
 WIDTH = 12

@@ -1,7 +1,7 @@
 """One pass of the samples through a block, by one or more devices, and what is kept of it.
 
 Maxima and counts of the devices are merged, and second moments added up in the order of the samples
-(`calibrate.spread`): nothing depends on the number of devices.
+(`calibrate.workers`): nothing depends on the number of devices.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from calibrate.roles import SINK_INPUT, SINK_TOKENS
-from calibrate.spread import run_size, samples_of
+from calibrate.sinks import SINK_INPUT, SINK_TOKENS
 from calibrate.statistics import Statistics
-from calibrate.workers import InTurn, shares
+from calibrate.workers import InTurn, run_size, samples_of, shares
 from formats.errors import RecipeError
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.fisher import WeightedMoments

@@ -45,9 +45,9 @@ from formats.scheme import LayerScheme, Strict
 from formats.stored.safetensors_files import SafetensorsFile, write_tensors
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.output import PROGRESS_FILE, RESUME_FOLDER
-from ptq.pipeline.behind import Behind
 from ptq.pipeline.gradients import discard_gradients
 from ptq.pipeline.key import differences
+from ptq.pipeline.passes import Behind
 from ptq.result import BlockRow, ModuleRow
 
 MOST_TOLD = 6  # settings in which two runs differ

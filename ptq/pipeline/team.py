@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from calibrate.spread import BlockWorkers
-from calibrate.workers import Task
+from calibrate.workers import BlockWorkers, Task
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Event
-from ptq.methods.common.method import Method
-from ptq.methods.common.parts import Part, layer_parts
+from ptq.methods.common.method import Method, Part, layer_parts
 
 T = TypeVar("T")
 

@@ -17,12 +17,7 @@ from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.family import Family
-from formats.families.groups import (
-    SMOOTHING_KINDS,
-    SmoothingGroup,
-    SmoothingKind,
-    smoothing_groups,
-)
+from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind, smoothing_groups
 from formats.families.names import by_block
 from formats.families.registry import BY_TYPE, find_family
 from formats.modeling.layers import (
@@ -35,19 +30,23 @@ from formats.modeling.layers import (
 from formats.modeling.model import meta_model
 from formats.scheme import LayerScheme, Strict
 from ptq.methods.common.float_model import FloatModel, FloatModelView
-from ptq.methods.common.stored_layers import kept_layers, seen_as_floats
 from ptq.methods.registry import view_of
+from ptq.methods.rtn import kept_layers, seen_as_floats
 from ptq.plan import preflight
-from ptq.plan.cache_faults import check_caches
 from ptq.plan.checked_groups import CheckedGroups, checked_groups
 from ptq.plan.devices import check_devices, on_gpu
 from ptq.plan.footprint import Footprint
 from ptq.plan.group_sizes import settle_groups
-from ptq.plan.head import shared_embedding
-from ptq.plan.module_faults import check_modules
-from ptq.plan.modules import ModulePlan, layer_shapes, plan_modules
-from ptq.plan.peers import check_peers
-from ptq.plan.shapes import Shape, block_shapes
+from ptq.plan.module_faults import check_caches, check_modules
+from ptq.plan.modules import (
+    ModulePlan,
+    Shape,
+    block_shapes,
+    layer_shapes,
+    plan_modules,
+    shared_embedding,
+)
+from ptq.plan.preflight import check_peers
 from ptq.recipe.problems import Problem, Where, recipe_error
 from ptq.recipe.reading import LoadedRecipe
 from ptq.recipe.schema import Recipe

@@ -2,6 +2,8 @@
 
 Nothing here reads a weight: shapes come from the headers of the checkpoint's files and from
 transformers' own modelling code on the meta device.
+
+The pre-flight check of a recipe's peers: interpreters and packages that are not there.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from calibrate.spec import SplitSpec
 from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
-from formats.errors import CheckpointError, suggestion
+from formats.errors import CheckpointError, EngineError, suggestion
 from formats.families.names import HEAD
 from formats.families.registry import MODEL_TYPES, find_family, is_causal_lm, unsupported
 from formats.modeling.layers import (
@@ -38,9 +40,10 @@ from formats.scheme import LayerScheme
 from formats.stored.weights import scale_shape, storage_format
 from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
 from ptq.methods.common.float_model import FloatModel, config_of
-from ptq.methods.common.stored_layers import seen_as_floats
+from ptq.methods.rtn import seen_as_floats
 from ptq.output import is_taken, kept_bytes
-from ptq.plan.head import shared_embedding
+from ptq.plan.modules import shared_embedding
+from ptq.recipe.peers import PeerChoice
 from ptq.recipe.problems import Problem, Where, recipe_error
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
@@ -301,3 +304,33 @@ def weight_bytes(scheme: LayerScheme, shape: tuple[int, int], dtype: torch.dtype
     total += 16 if packed else 0  # its shape
     total += 0 if spec.symmetric else scales * spec.bits // 8
     return total + (4 if scheme.static_input else 0)
+
+
+def check_peers(recipe: Recipe) -> Iterator[tuple[Key, str]]:
+    """Peers that could not run, each with the command that makes them."""
+    for i, choice in enumerate(recipe.report.peers):
+        try:
+            missing = choice.spec.missing(choice.interpreter)
+        except EngineError as error:
+            yield (
+                ("report", "peers", i, "python"),
+                f"{error}; give the path of the interpreter of an environment that has "
+                f"{choice.spec.package}",
+            )
+            continue
+        if missing:
+            yield ("report", "peers", i), _advice(choice, missing)
+
+
+def _advice(choice: PeerChoice, missing: list[str]) -> str:
+    lacks = f"{choice.name} needs {', '.join(missing)}, which {choice.interpreter} does not have"
+    if choice.python is not None:
+        return f"{lacks}; install with `{choice.python} -m pip install {' '.join(missing)}`"
+    if choice.spec.in_extra:
+        return f"{lacks}; install with `pip install 'ptq[peers]'`"
+    needed = " ".join(choice.spec.distributions)
+    return (
+        f"{lacks}. It pins other versions than this project; make an environment for it with "
+        f"`python -m venv peer && peer/bin/python -m pip install {needed}`, and give "
+        f"`{{name: {choice.name}, python: peer/bin/python}}`"
+    )

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import RecipeError, suggestion
-from ptq.recipe.draft import Draft, Override
+from ptq.recipe.draft import OPTIONAL, Draft, Override
+from ptq.recipe.own_model import find_recipe, shipped_paths
 from ptq.recipe.problems import Origin, Problem, Where, recipe_error
 from ptq.recipe.schema import Recipe
-from ptq.recipe.shipped import find_recipe, shipped_paths
-from ptq.recipe.short_forms import OPTIONAL
 from ptq.recipe.strict_yaml import dump, parse
 
 FEW = 30  # files in a folder that a message lists

@@ -20,9 +20,9 @@ from formats.checkpoint.targets import is_ignored
 from formats.families.registry import find_family
 from formats.namespace import ROOT
 from formats.scheme import Scheme
+from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe
-from ptq.recipe.shipped import shipped_paths
 from ptq.recipe.strict_yaml import override_value, parse
 from ptq.report.data import ReportData
 from ptq.report.known import Known, known_figures

@@ -13,19 +13,17 @@ from calibrate.statistics import Statistics
 from formats.cache_scheme import CacheRole
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
-from formats.later import later
 from formats.modeling.layers import attention_names
+from formats.namespace import later
 from formats.tokenizer import load_tokenizer
 from inference.accuracy import Accuracy
-from inference.bench.figures import environment
+from inference.bench.figures import environment, measure_in_turns
 from inference.bench.load import Load, run_once
-from inference.bench.turns import measure_in_turns
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
 from ptq.evaluate import figures
-from ptq.evaluate.comparison import compare_on
-from ptq.evaluate.devices import report_devices
+from ptq.evaluate.comparison import compare_on, report_devices
 from ptq.evaluate.figures import TaskRow
 from ptq.output import STATISTICS_FILE
 from ptq.peers.measure import PeerRow, measure_peers
@@ -41,14 +39,13 @@ from ptq.report.data import (
     check_known,
     check_thresholds,
     failure,
+    provenance_of,
 )
 from ptq.report.known import nearest
-from ptq.report.measured.attribution import Attribution, attribute, references
-from ptq.report.measured.completions import complete
+from ptq.report.measured.attribution import Attribution, attribute, complete, references
 from ptq.report.measured.unrounded import UnroundedCheckpoint, is_the_original
 from ptq.report.outliers import activation_outliers
 from ptq.report.parts.peers import method_names
-from ptq.report.provenance import provenance_of
 from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch
 from ptq.search.search import Ordered
 

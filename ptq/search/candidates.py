@@ -13,14 +13,20 @@ Where no such groups divide a layer's inputs, int4 has one scale for each output
 Each has a kernel of its own there (`kernels.triton.linear.dispatch`; vLLM's Marlin and CUTLASS
 kernels behind compressed-tensors), so that layers of several schemes stand side by side at full
 speed. What a kernel would compute as floats is no candidate.
+
+Groups of layers that must share a scheme, because they are multiplied as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from formats.errors import RecipeError
+from formats.families.names import expert_of
 from formats.scheme import BLOCK, PRESETS, LayerScheme, Scheme, WeightSpec
+from ptq.plan.modules import ModulePlan
+from ptq.plan.plan import Plan
 from ptq.recipe.budget import Target
 
 GROUPS = (BLOCK, 64, 32)
@@ -59,3 +65,35 @@ def _candidates(scheme: LayerScheme, target: Target) -> Iterator[LayerScheme]:
         yield scheme if not isinstance(scheme, Scheme) else scheme.of_layers
     else:
         yield LayerScheme(weights=WeightSpec(), activations=inputs)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers with one scheme.
+
+    Attributes:
+        label: Full name of what they become, such as `model.layers.0.self_attn.qkv_proj`.
+        layers: They, in the model's order.
+    """
+
+    label: str
+    layers: tuple[ModulePlan, ...]
+
+
+def groups_of(plan: Plan) -> list[Group]:
+    """The layers that are quantized, in groups, in the model's order.
+
+    Layers that are merged at run time are one group, and so are all experts of a block, whose
+    products run together.
+    """
+    found: dict[str, list[ModulePlan]] = {}
+    for module in plan.modules:
+        if module.action == "quantize":
+            found.setdefault(_label(module), []).append(module)
+    return [Group(label, tuple(layers)) for label, layers in found.items()]
+
+
+def _label(module: ModulePlan) -> str:
+    if expert_of(module.name) is not None:
+        return f"{module.name.partition('.experts.')[0]}.experts"
+    return module.fused_group or module.name

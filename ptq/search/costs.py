@@ -14,17 +14,16 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, Strict
 from formats.files import replace_file
 from formats.scheme import PRESETS, LayerScheme, WeightSpec
-from formats.strict import Strict
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.costs import INPUTS, WEIGHTS, CostsSpec
 from ptq.pipeline.found import Found
 from ptq.plan.plan import Plan
 from ptq.plan.preflight import predict_checkpoint, weight_bytes
+from ptq.search.candidates import Group, groups_of
 from ptq.search.frontier import Option
-from ptq.search.groups import Group, groups_of
 
 COSTS_FILE = "costs.json"
 SCHEMES = {

@@ -20,7 +20,7 @@ from formats.stored.weights import storage_format
 from kernels.numerics import dequantize
 from ptq.methods.common.float_model import FloatModel, FloatModelView, config_of
 from ptq.methods.common.rounding import round_weight
-from ptq.plan.head import head_weight
+from ptq.plan.modules import head_weight
 from ptq.plan.preflight import weight_bytes
 from ptq.search.costs import FLOAT, Cost, GroupCosts
 

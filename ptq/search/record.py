@@ -1,4 +1,7 @@
-"""What a report tells of a budget: what was asked, chosen, predicted and measured."""
+"""What a report tells of a budget: what was asked, chosen, predicted and measured.
+
+A choice in a few lines, for a terminal and for a report.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from formats.errors import Strict
 from formats.files import replace_file
-from formats.strict import Strict
 from inference.accuracy import Accuracy
+from ptq.output import percent, size_text
 from ptq.recipe.budget import BudgetSpec
-from ptq.search.costs import Costs
+from ptq.search.costs import Cost, Costs, GroupCosts
 from ptq.search.frontier import Frontier
 
 MEASURED_FILE = "measured.json"
@@ -173,3 +177,31 @@ def shares(costs: Costs, schemes: Sequence[str]) -> list[tuple[str, int, int, in
         cost = next(cost for cost in group.candidates if cost.scheme == name)
         rows[name] = (count + 1, elements + group.elements, nbytes + cost.nbytes)
     return [(name, *rows[name]) for name in costs.schemes if name in rows]
+
+
+HEAD = ("chosen", "groups", "weights", "bytes", "predicted KL")
+
+
+def choice_rows(record: BudgetRecord) -> list[tuple[str, ...]]:
+    """Head and rows: what each scheme was chosen for, and the whole, predicted and measured.
+
+    Predictions are those from before the choice was measured.
+    """
+    costs, trial, factor = record.costs, record.trial, record.expected_factor
+    lost: dict[str, float] = {}
+    for group, name in zip(costs.groups, trial.schemes, strict=True):
+        lost[name] = lost.get(name, 0.0) + cost_of(group, name).kl
+    rows: list[tuple[str, ...]] = [HEAD]
+    whole = sum(group.elements for group in costs.groups)
+    for name, groups, elements, nbytes in shares(costs, trial.schemes):
+        share, kl = percent(elements / whole, 1), f"{factor * lost[name]:.5f}"
+        rows.append((name, str(groups), share, size_text(nbytes), kl))
+    total = f"{trial.foretold:.5f}"
+    rows.append(("with what stays as it is", "", "", size_text(trial.nbytes), total))
+    rows.append((f"measured KL, for {record.budget.text}", "", "", "", f"{trial.kl:.5f}"))
+    return rows
+
+
+def cost_of(group: GroupCosts, scheme: str) -> Cost:
+    """What a group's candidate costs."""
+    return next(cost for cost in group.candidates if cost.scheme == scheme)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from calibrate.fisher import FisherFactors
+from calibrate.gradients import FisherFactors
 
 
 def test_kl_is_the_quadratic_form_of_the_kronecker_product() -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as softcapped
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as with_sinks
 
-from calibrate.plain_attention import plain_attention
+from calibrate.attention import plain_attention
 
 T, GROUPS = 150, 2
 

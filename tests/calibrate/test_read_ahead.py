@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from calibrate.read_ahead import ReadAhead
+from calibrate.workers import ReadAhead
 from formats.errors import CheckpointError
 
 

@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from calibrate.spread import RUNS, samples_of
-from calibrate.workers import InTurn, Task, Workers, shares
+from calibrate.workers import RUNS, InTurn, Task, Workers, samples_of, shares
 
 CPU = torch.device("cpu")
 

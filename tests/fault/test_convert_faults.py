@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.foreign.awq import awq_config
-from formats.foreign.fp8_block import fp8_block_config
+from formats.foreign.fp8 import fp8_block_config
 from formats.scheme import WeightSpec
 from ptq.convert.convert import convert
 from tests.ptq.convert.foreign_folders import (

@@ -10,7 +10,7 @@ import pytest
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.links import find_file
+from formats.files import find_file
 from tests.conftest import write_quantized
 
 KINDS = [

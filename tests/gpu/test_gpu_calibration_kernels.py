@@ -10,7 +10,7 @@ from formats.errors import RecipeError
 from formats.scheme import WeightSpec
 from kernels.numerics import TYPES, dequantize, quantize
 from ptq.methods.common import rounding
-from ptq.methods.common.descent import damped, descend
+from ptq.methods.common.fitting import damped, descend
 from ptq.methods.common.moments import output_errors
 from ptq.methods.gptq import gptq, inverse_factor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from inference.requests.step_result import StepResult
+from inference.requests.request import StepResult
 
 
 class LogitsEngine:

@@ -12,8 +12,7 @@ from formats.errors import CheckpointError, EngineError, RequestError
 from inference import predict, rows
 from inference.engine import Engine
 from inference.prompts import PromptFormat
-from inference.requests.request import RequestOutput, SamplingParams
-from inference.requests.step_result import StepResult
+from inference.requests.request import RequestOutput, SamplingParams, StepResult
 from tests.inference.predicting import SHORT, answers, greedy, run, write
 
 

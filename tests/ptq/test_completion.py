@@ -10,7 +10,7 @@ import pytest
 from formats.command import run_command
 from ptq import completion
 from ptq.cli import COMMANDS
-from ptq.recipe.shipped import shipped_paths
+from ptq.recipe.own_model import shipped_paths
 
 pytest.importorskip("shtab")
 # The function that bash calls for a command line, with the words as bash gives them to it.

@@ -11,7 +11,7 @@ from typing import NoReturn
 from formats.errors import EngineEndedError, EngineError, RequestError
 from inference.beam_search import BeamSearch
 from inference.engine import Engine
-from inference.requests.step_result import StepResult
+from inference.requests.request import StepResult
 from inference.scheduling.active import NOT_FINITE
 from inference.server.engine.channel import Channel
 from inference.server.messages import (

@@ -1,20 +1,85 @@
-"""The requests of one call: each prompt's answers, read as they come or all at once."""
+"""The requests of one call: each prompt's answers, read as they come or all at once.
+
+From the fields of a body to how the engine decodes.
+
+Beam search in the place of sampling: `beam_width` in a body.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from formats.errors import EngineError, PTQError, RequestError
+from inference.beam_search import BeamParams, Hypothesis
+from inference.requests.constraint import Constraint
 from inference.requests.request import FinishReason, SamplingParams
 from inference.server.engine_client import Overloaded, Unavailable
-from inference.server.generation.sampling import for_each
 from inference.server.generation.served_model import ServedModel
+from inference.server.http.body import ApiError
 from inference.server.messages import Logprobs
-from inference.server.schema.response_format import named_error
+from inference.server.schema.generation import GenerationBody, constraint_of, named_error
 from inference.server.text_stream import TextDelta, TextStream
+
+LEAST_TOP_P = 1e-10  # OpenAI takes 0, which leaves the likeliest token only, as this does
+SEEDS = 2**63
+
+
+def sampling_params(
+    body: GenerationBody,
+    max_tokens: int,
+    *,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    constraint: Constraint | None = None,
+) -> SamplingParams:
+    """How the first answer is decoded; what the body leaves out is as OpenAI has it.
+
+    Args:
+        body: What was asked for.
+        max_tokens: Most tokens of the answer.
+        logprobs: How many log probabilities are needed.
+        prompt_logprobs: And of the prompt.
+        constraint: What the text must match, where it is not `response_format` that says so.
+
+    Raises:
+        RequestError: a value is not allowed; `param` names the field.
+    """
+
+    def given(name: str, default: float) -> float:
+        value = getattr(body, name)
+        return default if value is None else value
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=float(given("temperature", 1.0)),
+        top_k=max(0, int(given("top_k", 0))),
+        top_p=max(LEAST_TOP_P, given("top_p", 1.0)),
+        min_p=float(given("min_p", 0.0)),
+        repetition_penalty=float(given("repetition_penalty", 1.0)),
+        presence_penalty=float(given("presence_penalty", 0.0)),
+        frequency_penalty=float(given("frequency_penalty", 0.0)),
+        logit_bias=tuple((int(k), v) for k, v in (body.logit_bias or {}).items()),
+        seed=None if body.seed is None else body.seed % SEEDS,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=int(given("min_tokens", 0)),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        constraint=constraint or constraint_of(body.response_format),
+        reference="" if body.prediction is None else body.prediction.text,
+    )
+
+
+def for_each(params: SamplingParams, count: int) -> Iterator[SamplingParams]:
+    """The same for several answers to one prompt: seeds count up."""
+    for index in range(count):
+        if index and params.seed is not None:
+            yield params.model_copy(update={"seed": (params.seed + index) % SEEDS})
+        else:
+            yield params
 
 
 @dataclass
@@ -167,3 +232,71 @@ async def answers(streams: Sequence[TextStream]) -> list[Answer]:
         async for index, delta in parts:
             gathered[index].add(delta)
     return gathered
+
+
+OF_SAMPLING = (
+    "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty "
+    "logit_bias min_tokens stop response_format stream best_of echo"
+).split()
+OF_BEAMS = ("length_penalty", "early_stopping")
+
+
+def check_beams(body: GenerationBody) -> None:
+    """Refuse what does not go with a beam search, or goes with nothing else.
+
+    Raises:
+        ApiError: 400: a field is there that would have no effect.
+    """
+    for name in OF_SAMPLING if body.beam_width is not None else OF_BEAMS:
+        if getattr(body, name, None) not in (None, False):
+            reason = "has no place in a beam search" if body.beam_width else "needs beam_width"
+            raise ApiError(400, f"{name}: it {reason}; leave it out", name, "invalid_value")
+
+
+async def beam_answers(
+    served: ServedModel,
+    prompts: Sequence[Sequence[int]],
+    body: GenerationBody,
+    max_tokens: Sequence[int],
+    logprobs: int | None,
+) -> list[Answer]:
+    """The best `n` answers to each prompt, the best first.
+
+    Args:
+        served: The engine and the tokenizer.
+        prompts: Token ids.
+        body: What was asked.
+        max_tokens: Most tokens of an answer, for each prompt.
+        logprobs: How many log probabilities are told of each token.
+
+    Raises:
+        RequestError: a parameter is not allowed; `param` names it.
+    """
+    given = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
+    values = {name: value for name, value in given.items() if value is not None}
+    searches = [
+        BeamParams(
+            beam_width=body.beam_width or 1,
+            n=body.n or 1,
+            max_tokens=most,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+            logprobs=logprobs,
+            **values,
+        )
+        for most in max_tokens
+    ]
+    pairs = zip(prompts, searches, strict=True)
+    tasks = [asyncio.ensure_future(served.client.beam(*pair)) for pair in pairs]
+    try:
+        found = await asyncio.gather(*tasks)
+    finally:  # where one fails, the others end with it
+        for task in tasks:
+            task.cancel()
+    return [_answer(served, hypothesis) for hypotheses in found for hypothesis in hypotheses]
+
+
+def _answer(served: ServedModel, hypothesis: Hypothesis) -> Answer:
+    text, tokens = hypothesis.text(served.tokenizer), list(hypothesis.token_ids)
+    known = [dict(each) for each in hypothesis.logprobs or ()]
+    return Answer(text, tokens, known, None, hypothesis.finish_reason)

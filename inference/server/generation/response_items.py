@@ -7,7 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from inference.server.generation.chat_call import Part
-from inference.server.tools.deltas import CallDelta, ContentDelta
+from inference.server.tools.parser import CallDelta, ContentDelta
 
 Event = dict[str, Any]
 TokenLogprobs = Callable[[Part], list[dict[str, Any]]]

@@ -1,4 +1,10 @@
-"""`/v1/completions`: texts or token ids, completed as they stand."""
+"""`/v1/completions`: texts or token ids, completed as they stand.
+
+`/generate` and `/generate/stream`: ports of ColossalAI's inference server.
+
+An answer is {"text": ...} without the prompt; a stream is such objects, each with the whole text so
+far and ended by a NUL byte.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +17,23 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inference.server.generation.beams import beam_answers, check_beams
-from inference.server.generation.choices import Answer, answers, deltas, submit
+from inference.requests.request import SamplingParams
+from inference.server.generation.choices import (
+    Answer,
+    answers,
+    beam_answers,
+    check_beams,
+    deltas,
+    sampling_params,
+    submit,
+)
 from inference.server.generation.chunks import Chunks, Usage, check_stream, quote
-from inference.server.generation.logprobs import CompletionLogprobs
-from inference.server.generation.sampling import sampling_params
+from inference.server.generation.logprobs import CompletionLogprobs, TokenTexts
 from inference.server.generation.served_model import ServedModel
-from inference.server.generation.token_text import TokenTexts
-from inference.server.http.body import read_body
-from inference.server.http.errors import ApiError
+from inference.server.http.body import ApiError, read_body
 from inference.server.http.responses import EventStream, Json, dumps, unless_gone
 from inference.server.messages import Logprobs
-from inference.server.schema.completions import CompletionBody
+from inference.server.schema.completions import CompletionBody, GenerateBody
 from inference.server.text_stream import TextDelta, TextStream
 
 MAX_TOKENS = 16  # OpenAI's default
@@ -216,3 +227,58 @@ class Choice:
                 part["prompt_token_ids"] = self._prompt
         self._first = False
         return part
+
+
+async def generate(request: Request, served: ServedModel) -> Response:
+    """Answer `POST /generate`."""
+    return await _answer(request, served, streams=False)
+
+
+async def generate_stream(request: Request, served: ServedModel) -> Response:
+    """Answer `POST /generate/stream`."""
+    return await _answer(request, served, streams=True)
+
+
+async def _answer(request: Request, served: ServedModel, *, streams: bool) -> Response:
+    body = await read_body(request, GenerateBody, served.settings.limits)
+    prompt = await unless_gone(request, served.in_thread(lambda: served.encode(body.prompt)))
+    params = _params(body, served.check_length(len(prompt), "prompt"))
+    usage = request.state.log["tokens"] = Usage(len(prompt))
+    if streams or body.streams:
+        frames = _frames(served, prompt, params, tuple(body.stop), usage)
+        seconds = served.settings.limits.write_seconds
+        return EventStream(frames, seconds, done=b"", quiet=b"")
+
+    async def work() -> str:
+        made = await answers(submit(served, [prompt], [params], tuple(body.stop)))
+        usage.add(made[0])
+        return made[0].text
+
+    return Json({"text": await unless_gone(request, work())})
+
+
+def _params(body: GenerateBody, room: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=min(body.max_new_tokens, room),
+        temperature=body.temperature if body.do_sample else 0.0,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        seed=body.seed,
+    )
+
+
+async def _frames(
+    served: ServedModel,
+    prompt: list[int],
+    params: SamplingParams,
+    stops: tuple[str, ...],
+    usage: Usage,
+) -> AsyncGenerator[bytes, None]:
+    text = ""
+    async with aclosing(deltas(submit(served, [prompt], [params], stops))) as parts:
+        async for _, delta in parts:
+            text += delta.text
+            usage.add(delta)
+            yield dumps({"text": text}).encode() + b"\0"

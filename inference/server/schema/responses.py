@@ -7,11 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from inference.server.schema.chat import (
+    MOST_TOOLS,
     AnyMessage,
     AssistantMessage,
     ChatBody,
+    Function,
     FunctionCall,
+    FunctionName,
     Message,
+    NamedTool,
+    Tool,
     ToolCall,
     ToolMessage,
 )
@@ -25,13 +30,12 @@ from inference.server.schema.common import (
     refused,
     refused_if_true,
 )
-from inference.server.schema.response_format import (
+from inference.server.schema.generation import (
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedSchema,
     TextFormat,
 )
-from inference.server.schema.tools import MOST_TOOLS, Function, FunctionName, NamedTool, Tool
 
 KEEPS_NOTHING = "this server keeps no answers; send the whole conversation as input"
 Id = Annotated[str, Field(max_length=256)]

@@ -6,16 +6,204 @@ name and opens its arguments, and the arguments are told as they come. What does
 such as broken JSON or an unknown name, is text of the answer, unchanged. If arguments that are
 being told break off, they stay as they are, and what follows is text. White space next to calls is
 dropped. However a text is cut into pieces, the same comes out.
+
+What a format of tool calls is, as data, and which there are.
+
+One call as it comes: a JSON object with a function's name and its arguments.
+
+What an answer gains: text, or a part of a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from uuid import uuid4
 
-from inference.server.tools.call_reader import CallReader
-from inference.server.tools.deltas import CallDelta, ContentDelta, Delta, new_call_id
-from inference.server.tools.json_object import SPACE
-from inference.server.tools.tool_format import ToolFormat
+from inference.server.tools.json_object import SPACE, JsonObject
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes its calls: a JSON object each, with a name and with arguments.
+
+    Attributes:
+        name: As `--tool-format` spells it.
+        marker: Text that announces a call, anywhere in an answer.
+        arguments_key: Key of the arguments, beside `name`.
+        opening: What the model is made to write before a call's JSON, where it has to call.
+        closing: What then follows the JSON. White space around it is free where calls are read.
+        separator: What then stands between two calls. Apart from white space it is required where
+            calls follow one another without a marker.
+        bare: An answer may also begin with a call that nothing announces.
+    """
+
+    name: str
+    marker: str
+    arguments_key: str
+    opening: str
+    closing: str
+    separator: str
+    bare: bool = False
+
+    @property
+    def joint(self) -> str:
+        """What must stand between the JSON of two calls that share a marker; empty: nothing may."""
+        return self.separator.strip()
+
+    def begin(self, name: str) -> str:
+        """The text of a call up to its arguments."""
+        return f'{self.opening}{{"name": {json.dumps(name)}, "{self.arguments_key}": '
+
+    @property
+    def end(self) -> str:
+        """The text of a call behind its arguments."""
+        return "}" + self.closing
+
+
+@cache
+def tool_formats() -> Mapping[str, ToolFormat]:
+    """All formats by name: each is a file of `declared`."""
+    folder = Path(__file__).parent / "declared"
+    names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
+    prefix = f"{__package__}.declared"
+    found = [importlib.import_module(f"{prefix}.{name}").FORMAT for name in names]
+    return {made.name: made for made in found}
+
+
+ARGUMENTS = ("arguments", "parameters")  # models mix up the two
+PASSED_OVER = ("type", "id")  # which some models add
+
+
+class CallReader:
+    """Reads one object, character by character.
+
+    Args:
+        names: Functions that may be called.
+
+    Attributes:
+        name: Of the function, once it is certain that this is a call; None before. From then on
+            `take_arguments` gives its arguments.
+        took: Whether the last character belongs to the arguments.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._object = JsonObject()
+        self._key = ""  # of the arguments
+        self._taken = 0
+        self.name: str | None = None
+        self.took = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the object is complete."""
+        return self._object.closed
+
+    @property
+    def complete(self) -> bool:
+        """Whether this is a call with whole arguments."""
+        return self.name is not None and self._object.member != self._key
+
+    def feed(self, char: str) -> bool:
+        """Take the next character; False where no call goes on with it, which ends the reading."""
+        self.took = self._object.member in ARGUMENTS
+        if not self._object.feed(char):
+            return False
+        member, members = self._object.member, self._object.members
+        if member is not None and member not in ("name", *ARGUMENTS, *PASSED_OVER):
+            return False
+        if member in ARGUMENTS:
+            self._key = self._key or member
+        if all(key in members for key in ARGUMENTS):
+            return False
+        if self.name is None:
+            self.name = self._known_name()
+        return True
+
+    def take_arguments(self) -> str:
+        """The JSON text that the arguments gained since the last time."""
+        pieces = self._pieces()[self._taken :]
+        self._taken += len(pieces)
+        return "".join(pieces)
+
+    def _pieces(self) -> list[str]:
+        return self._object.members.get(self._key, [])
+
+    def _known_name(self) -> str | None:
+        """The function's name, where it is there and the arguments are an object."""
+        pieces = self._object.members.get("name")
+        if self._pieces()[:1] != ["{"] or not pieces or self._object.member == "name":
+            return None
+        name = json.loads("".join(pieces))
+        return name if isinstance(name, str) and name in self._names else None
+
+
+@dataclass(frozen=True)
+class ContentDelta:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """A part of a call: first one with `id` and `name`, then those with its arguments.
+
+    Attributes:
+        index: The call's place among those of the answer, from 0.
+        arguments: What the JSON text of the arguments gains.
+        id: The call's, with its first part alone.
+        name: Of the function, with its first part alone.
+    """
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A whole call.
+
+    Attributes:
+        id: What the answer to it names it by.
+        name: Of the function.
+        arguments: JSON text; incomplete where the model was cut.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+Delta = ContentDelta | CallDelta
+
+
+def new_call_id() -> str:
+    """A name for a call that no other has."""
+    return f"call_{uuid4().hex[:24]}"
+
+
+def join_deltas(deltas: Iterable[Delta]) -> tuple[str | None, Sequence[ToolCall]]:
+    """An answer's text, None where calls are all it has, and its calls."""
+    text: list[str] = []
+    calls: list[tuple[str, str, list[str]]] = []
+    for delta in deltas:
+        if isinstance(delta, ContentDelta):
+            text.append(delta.text)
+            continue
+        if delta.id is not None and delta.name is not None:
+            calls.append((delta.id, delta.name, []))
+        calls[delta.index][2].append(delta.arguments)
+    joined = [ToolCall(name, function, "".join(parts)) for name, function, parts in calls]
+    return ("".join(text) or None if joined else "".join(text)), joined
 
 
 class ToolParser:

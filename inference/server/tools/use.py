@@ -1,19 +1,158 @@
-"""What the tools of a request come to: what the template is given, the constraint, the parser."""
+"""What the tools of a request come to: what the template is given, the constraint, the parser.
+
+What a chat template makes of tools: whether it tells the model of them, and how it writes calls.
+
+Both are found by rendering a chat with one tool and one call of it, so that templates need no list:
+a template that renders the tool's name knows tools, and what it writes for the assistant's call is
+what the model learned to write.
+
+What a model must write where it has to call a tool, or where a call must follow its schema.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import RequestError
-from inference.requests.constraint import Constraint
-from inference.server.schema.response_format import named_error
-from inference.server.schema.tools import NamedTool, ToolChoice, ToolFields
-from inference.server.tools.constraint import tool_constraint
-from inference.server.tools.parser import ToolParser
-from inference.server.tools.template import ToolSupport
-from inference.server.tools.tool_format import ToolFormat, tool_formats
+from formats.text_tokens import has_chat_template, render_chat
+from inference.requests.constraint import Constraint, read_json
+from inference.requests.json_schema import check_schema
+from inference.server.schema.chat import Function, NamedTool, ToolChoice, ToolFields
+from inference.server.schema.generation import named_error
+from inference.server.tools.parser import ToolFormat, ToolParser, join_deltas, tool_formats
+
+NAME, ARGUMENTS = "probe_of_tools", {"probed": "by name"}
+PROBE = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"probed": {"type": "string"}}},
+    },
+}
+QUESTION = {"role": "user", "content": "Probe."}
+
+
+@dataclass(frozen=True)
+class ToolSupport:
+    """What a model's chats can do with tools.
+
+    Attributes:
+        told: Whether the template tells the model of tools.
+        tool_format: How the model writes calls; None where no format is known.
+    """
+
+    told: bool
+    tool_format: ToolFormat | None
+
+
+def tool_support(tokenizer: Any, tool_format: str | None = None) -> ToolSupport:
+    """What a tokenizer's chat template makes of tools.
+
+    Args:
+        tokenizer: A transformers tokenizer, with the template that chats are rendered by.
+        tool_format: Name of the format in which the model writes calls; None finds it out.
+    """
+    if not has_chat_template(tokenizer):
+        return ToolSupport(False, None)
+    formats = tool_formats()
+    try:
+        told = NAME in render_chat(tokenizer, [QUESTION], tools=[PROBE], answer=True)
+    except ValueError:
+        told = False
+    if tool_format is not None:
+        return ToolSupport(told, formats[tool_format])
+    answer = _rendered_call(tokenizer) if told else ""
+    return ToolSupport(told, next((f for f in formats.values() if _reads(f, answer)), None))
+
+
+def _rendered_call(tokenizer: Any) -> str:
+    """What the template writes for an assistant's call; empty where it refuses to."""
+    function = {"name": NAME, "arguments": ARGUMENTS}
+    call = {"id": "call00000", "type": "function", "function": function}
+    chat = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        before = render_chat(tokenizer, [QUESTION], tools=[PROBE], answer=True)
+        whole = render_chat(tokenizer, chat, tools=[PROBE])
+    except ValueError:
+        return ""
+    return whole[len(before) :] if whole.startswith(before) else ""
+
+
+def _reads(tool_format: ToolFormat, answer: str) -> bool:
+    """Whether a format reads the probe's call in an answer."""
+    parser = ToolParser(tool_format, [NAME])
+    _, calls = join_deltas([*parser.feed(answer), *parser.finish()])
+    return parser.called and [(c.name, json.loads(c.arguments)) for c in calls] == [
+        (NAME, ARGUMENTS)
+    ]
+
+
+MOST_WHITESPACE = 32  # characters of it in a row: else a model may write blanks without end
+NOT_BARE = r"([^{\s][\s\S]*)?"  # an answer that is no bare call
+
+
+def tool_constraint(
+    tool_format: ToolFormat,
+    functions: Sequence[Function],
+    choice: ToolChoice,
+    *,
+    parallel: bool = True,
+    text: Constraint | None = None,
+) -> Constraint | None:
+    """The constraint of an answer, or None where it is free.
+
+    A model that has to call writes calls alone, and their arguments follow their schemas; where a
+    schema has a keyword that is not kept, they are JSON objects, unless its function is `strict`.
+    One that may call is free, but if a function is `strict`: the arguments of its calls then follow
+    its schema, and those of the others are JSON objects.
+
+    Args:
+        tool_format: How calls are written.
+        functions: What may be called.
+        choice: `auto`, `required` or a function.
+        parallel: Whether an answer may hold several calls.
+        text: What an answer must be that is no call: JSON, of a schema or any; None if it is free.
+    """
+    free = choice == "auto"
+    if free and text is None and not any(function.strict for function in functions):
+        return None
+    if isinstance(choice, NamedTool):
+        functions = [f for f in functions if f.name == choice.function.name]
+    tags = [_tag(tool_format, function, free) for function in functions]
+    calls = {"type": "tags_with_separator", "tags": tags, "separator": tool_format.separator}
+    calls |= {"at_least_one": True, "stop_after_first": not parallel}
+    if free and text is not None:
+        schema = read_json(text.text) if text.kind == "json_schema" else {"type": "object"}
+        answer = {"type": "json_schema", "json_schema": schema}
+        answer["max_whitespace_cnt"] = MOST_WHITESPACE
+        calls = {"type": "or", "elements": [calls, answer]}
+    elif free and tool_format.bare:
+        calls = {"type": "or", "elements": [calls, {"type": "regex", "pattern": NOT_BARE}]}
+    elif free:
+        calls = {"type": "triggered_tags", "tags": tags, "triggers": [tool_format.marker]}
+        calls |= {"at_least_one": False, "stop_after_first": not parallel}
+    return Constraint.structural_tag({"type": "structural_tag", "format": calls})
+
+
+def _tag(tool_format: ToolFormat, function: Function, free: bool) -> dict[str, Any]:
+    """A call of a function."""
+    promised = function.strict or (not free and _is_kept(function.schema_))
+    schema = function.schema_ if promised else {"type": "object"}
+    content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_WHITESPACE}
+    begin, end = tool_format.begin(function.name), tool_format.end
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _is_kept(schema: dict[str, Any]) -> bool:
+    try:
+        check_schema(schema)
+    except RequestError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

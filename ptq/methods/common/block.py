@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from calibrate.roles import SINK_INPUT, SINK_TOKENS
+from calibrate.sinks import SINK_INPUT, SINK_TOKENS
 from formats.families.groups import SmoothingGroup
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec
 from ptq.methods.common.events import Event, SmoothingRow
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     import kernels.numerics as numerics
     from calibrate import observers
     from calibrate.block import DecoderBlock
-    from calibrate.fisher import FisherFactors
-    from calibrate.gradients import BlockGradients
+    from calibrate.gradients import BlockGradients, FisherFactors
     from calibrate.spec import ObserverSpec
     from calibrate.statistics import Key, Statistics
     from calibrate.tensor_statistics import TensorStatistics

@@ -1,4 +1,4 @@
-"""Both Fisher factors of a block's layers as its weights are now (`calibrate.fisher`).
+"""Both Fisher factors of a block's layers as its weights are now (`calibrate.gradients`).
 
 G comes from the backward pass, which sees the block as it came; A is accumulated whenever samples
 run through the block, each token weighted by |g_t|^2. Methods then divide what layers read and what
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calibrate.fisher import FisherFactors
-from calibrate.gradients import BlockGradients, Gradients
+from calibrate.gradients import BlockGradients, FisherFactors, Gradients
 from ptq.methods.common.moments import Moments
 
 

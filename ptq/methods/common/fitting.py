@@ -7,14 +7,36 @@ where they change by d:
     M d = r,    M_il = G_il (q_i A_gg q_l^T),    r_i = sum_{j in g} (G E A)_ij q_ij
 
 Groups follow each other, each with the others as they are by then.
+
+Coordinate descent on the integers that GPTQ found: each column once more, given all the others.
+
+Behdin et al., "QuantEase: Optimization-based Quantization for Language Models" (arXiv 2309.01885).
+With E = W - Q and G = E H, the error tr(E H E^T) as a function of column j alone is least at
+
+    t_j = q_j + G_j / H_jj,        q_j <- the value of the grid next to t_j,   G -= (q_j' - q_j) H_j
+
+A step never raises the error. GPTQ rounds each column before it knows the columns after it; here
+all are known, and one sweep over the columns takes as long as GPTQ itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from formats.namespace import later
+from formats.scheme import WeightSpec
+from kernels.numerics import TYPES, QuantizedType
+from ptq.methods.common.rounding import expanded, round_column
+
+if TYPE_CHECKING:
+    from kernels.triton.calibration import columns as kernels
+else:
+    kernels = later("kernels.triton.calibration.columns")
+
 
 MOST = 1.25  # a scale changes by no more than this factor
 RIDGE = 1e-6  # share of the mean diagonal that is added to M
@@ -62,3 +84,96 @@ def fit_scales(
         found[:, group] = new
         errors[:, own] -= part * (new - old)[:, None]
     return found
+
+
+def damped(hessian: Tensor, damp: float) -> Tensor:
+    """H + lambda I, lambda a share of the mean diagonal; dead inputs get 1, and decide nothing."""
+    diagonal = hessian.diagonal()
+    return hessian + torch.diag(damp * diagonal.mean() + (diagonal == 0).float())
+
+
+def descend(
+    q: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    spec: WeightSpec,
+    hessian: Tensor,
+    order: Tensor,
+    block_size: int,
+) -> Tensor:
+    """One sweep over the columns.
+
+    Args:
+        q: [N, K] in the type's storage, what is improved.
+        weight: [N, K] float.
+        scale: Of the spec's blocks.
+        zero_point: Of the spec's blocks; None where the type is symmetric.
+        spec: How it is stored.
+        hessian: [K, K], damped.
+        order: int64 [K], columns in the order in which they are taken.
+        block_size: Columns between two updates of the rest of G.
+
+    Returns:
+        q [N, K] in the type's storage.
+    """
+    kind = TYPES[spec.dtype]
+    scales = expanded(scale, weight, spec).T[order].contiguous()  # [K, N]: a column is contiguous
+    zeros = None if zero_point is None else expanded(zero_point, weight, spec).T[order].float()
+    columns, h = q.T[order].float(), hessian[order][:, order]
+    values = (columns if zeros is None else columns - zeros) * scales
+    gradient = h @ (weight.T[order].float() - values)  # G^T
+    taken, size = descent_columns, block_size
+    if columns.is_cuda and kernels.knows(kind):
+        taken, size = kernels.descent_block, min(block_size, kernels.WIDEST)
+    for start in range(0, len(order), size):
+        block = slice(start, min(start + size, len(order)))
+        offset = None if zeros is None else zeros[block]
+        moves = taken(
+            columns[block],
+            values[block],
+            scales[block],
+            offset,
+            gradient[block],
+            h[block, block],
+            kind,
+        )
+        gradient[block.stop :].addmm_(h[block.stop :, block], moves, alpha=-1.0)
+    restored = torch.empty_like(columns, dtype=q.dtype)
+    restored[order] = columns.to(q.dtype)
+    return restored.T.contiguous()
+
+
+def descent_columns(
+    columns: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    gradient: Tensor,
+    hessian: Tensor,
+    kind: QuantizedType,
+) -> Tensor:
+    """Take a block of columns; `kernels.triton.calibration.columns.descent_block` is it for a GPU.
+
+    Args:
+        columns: fp32 [B, N]; gets the new values of the type.
+        values: fp32 [B, N], what the former ones stand for.
+        scales: fp32 [B, N].
+        zeros: fp32 [B, N], or None.
+        gradient: fp32 [B, N]; that of the block is used up.
+        hessian: fp32 [B, B].
+        kind: The type.
+
+    Returns:
+        What each column has moved by, fp32 [B, N].
+    """
+    moves, curvature = torch.empty_like(values), hessian.diagonal().tolist()
+    for j in range(len(columns)):
+        offset = None if zeros is None else zeros[j]
+        target = torch.add(values[j], gradient[j], alpha=1.0 / curvature[j])
+        rounded = round_column(target, scales[j], kind, offset)
+        columns[j] = rounded
+        known = rounded if offset is None else rounded - offset
+        move = torch.sub(known * scales[j], values[j], out=moves[j])
+        gradient[j + 1 :].addr_(hessian[j + 1 :, j], move, alpha=-1.0)
+    return moves

@@ -2,6 +2,8 @@
 
 A transform that needs no data is a view of the checkpoint: it hands out other tensors, one at a
 time, under the same interface. The driver, the methods and the report meet an ordinary model.
+
+A float model whose attention has biases, all zero: what shifting needs to be folded into.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from formats.modeling.own_classes import make_known
+from formats.families.attention import LatentAttention
+from formats.families.registry import attention_names, family_of
+from formats.modeling.load import make_known
+from formats.namespace import later
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from formats.checkpoint.read import Checkpoint
+else:
+    torch = later("torch")
 
 
 class FloatModelView:
@@ -81,3 +88,49 @@ def config_of(model: FloatModel) -> PretrainedConfig:
     kind = values.pop("model_type")
     make_known(kind)
     return AutoConfig.for_model(kind, **values)
+
+
+class BiasedCheckpoint(FloatModelView):
+    """A model whose q, k, v and o have biases; one that has them, or cannot, is left as it is."""
+
+    def __init__(self, source: FloatModel) -> None:
+        super().__init__(source)
+        config, attention = source.config, family_of(source.config).attention
+        # latent attention has no V of its own to be shifted
+        self.setting = None if isinstance(attention, LatentAttention) else attention.bias_setting
+        adds = self.setting is not None and not config.get(self.setting, False)
+        self.added = {
+            f"{module}.{layer}.bias": f"{module}.{layer}.weight"
+            for module in (attention_names(config) if adds else ())
+            for layer in attention.roles
+        }
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The model's, with biases of attention where they were added."""
+        return {**self.source.config, **({str(self.setting): True} if self.added else {})}
+
+    def describe(self) -> Iterator[str]:
+        """What was added."""
+        yield from super().describe()
+        if self.added:
+            yield f"{self.setting}: true, for shift; adds {len(self.added)} biases of q, k, v and o"
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, the added among them."""
+        return tuple(sorted({*self.source.names(), *self.added}))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor: a bias is as long as its weight has rows."""
+        added = self.added.get(name)
+        return self.source.shape(name) if added is None else self.source.shape(added)[:1]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type of a tensor: a bias has that of its weight."""
+        return self.source.dtype(self.added.get(name, name))
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor, or make the zeros."""
+        if name in self.added:
+            return torch.zeros(self.shape(name), dtype=self.dtype(name))
+        return self.source.tensor(name)

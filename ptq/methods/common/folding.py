@@ -18,10 +18,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from calibrate.roles import SINK_INPUT
+from calibrate.sinks import SINK_INPUT
 from formats.cache_scheme import KVCacheSpec
 from formats.families.groups import SmoothingGroup
-from formats.later import later
+from formats.namespace import later
 from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced, set_parameter
 
 if TYPE_CHECKING:

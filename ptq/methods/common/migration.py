@@ -35,13 +35,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from formats.families.groups import SmoothingGroup
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import ActivationSpec
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Candidate, Event, SmoothingRow
 from ptq.methods.common.folding import Folding, SmoothedGroup, trial_error
-from ptq.methods.common.method import Method
-from ptq.methods.common.parts import Part, group_parts
+from ptq.methods.common.method import Method, Part, group_parts
 
 if TYPE_CHECKING:
     import torch

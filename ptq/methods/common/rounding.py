@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from formats.later import later
+from formats.namespace import later
 from formats.scheme import WeightSpec
 from formats.stored.weights import StoredWeight
 from kernels.numerics import (

@@ -22,7 +22,7 @@ from ptq.methods.common.float_model import config_of
 from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.passes import block_work
-from ptq.plan.head import head_weight
+from ptq.plan.modules import head_weight
 from ptq.plan.plan import Plan
 
 

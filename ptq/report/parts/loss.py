@@ -1,18 +1,29 @@
-"""The report's section on where the loss comes from: which kinds of layers, which blocks."""
+"""The report's section on where the loss comes from: which kinds of layers, which blocks.
+
+The report's section on single layers: how much noise quantization puts on each one's output.
+
+Layers by kind and block: the grid that heat maps and lines over the blocks are drawn on.
+
+The report's section on the cache's static scales.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from formats.families.names import any_expert, is_shared_expert, split_name
+from ptq.output import decibel, percent, scale_text
 from ptq.report.data import ReportData
 from ptq.report.measured.attribution import Attribution, Part
-from ptq.report.page.figure import ORIGINAL, QUANTIZED, draw_dot, new_panel
+from ptq.report.page.figure import ORIGINAL, QUANTIZED, draw_dot, figure_of, new_panel
 from ptq.report.page.section import Plot, Section, Table
-from ptq.text import percent
 
 TITLE = "Where the loss comes from"
 
@@ -31,7 +42,7 @@ def loss_section(data: ReportData) -> Section:
         f"on its real kernels. {found.sequences} of the evaluation sequences, {found.tokens:,} "
         "predictions: fewer than the figures above rest on, and the same for every part. Parts "
         "need not add up to the whole: errors may cancel or build on each other.",
-        (Plot("loss", shown, partial(_draw, found)),),
+        (Plot("loss", shown, partial(_draw_loss, found)),),
         (_table("kind", found.kinds, found), _table("block", found.blocks, found)),
     )
 
@@ -51,7 +62,7 @@ def _table(head: str, parts: Sequence[Part], found: Attribution) -> Table:
     return Table((head, "KL, nats", "share of the sum"), rows, caption, folded=len(parts) > 5)
 
 
-def _draw(found: Attribution) -> list[Axes]:
+def _draw_loss(found: Attribution) -> list[Axes]:
     """A dot for each part, from zero on, beside a line for everything quantized."""
     panels = []
     for title, parts in (("One kind of layer", found.kinds), ("One block", found.blocks)):
@@ -69,5 +80,179 @@ def _draw(found: Attribution) -> list[Axes]:
         axes.set_ylim(-0.9, len(parts) - 0.4)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_title(f"{title} quantized: KL (nats)")
+        panels.append(axes)
+    return panels
+
+
+def layers_section(data: ReportData) -> Section:
+    """Signal-to-noise ratios of every quantized layer."""
+    rows = [
+        (
+            row.module,
+            f"{row.shape[0]} x {row.shape[1]}",
+            decibel(row.weight_sqnr_db),
+            decibel(row.output_sqnr_db),
+            decibel(row.baseline_output_sqnr_db),
+        )
+        for row in data.quantization.modules
+    ]
+    if not rows:
+        return Section("Layers", f"The scheme {data.scheme} leaves all linear layers as they are.")
+    heads = ("module", "shape", "weight", "output", "plain output")
+    return Section(
+        "Layers",
+        "Signal-to-quantization-noise ratio in dB, 10 log10 of signal power over error power: 20 "
+        "dB is an error of 10%, 40 dB of 1%; higher is better. Outputs are compared on calibration "
+        "samples with the layer's weight and input quantized and all before it in float. "
+        "'Plain' is round-to-nearest on the model as it came.",
+        (
+            Plot(
+                "layers", "Heat maps of the output SQNR of every layer", partial(_draw_layers, data)
+            ),
+        ),
+        (Table(heads, rows, f"All {len(rows)} layers, in dB", folded=True),),
+    )
+
+
+def _draw_layers(data: ReportData) -> list[Axes]:
+    """Heat maps of output SQNR, of a block's experts the worst: as stored, and plainly rounded."""
+    rows = one_of_experts(
+        {row.module: row for row in data.quantization.modules},
+        lambda row: -np.inf if row.output_sqnr_db is None else -row.output_sqnr_db,
+    ).values()
+    kinds, blocks = grid_of([row.module for row in rows])
+    tables = (
+        ("Output SQNR as stored (dB)", {row.module: row.output_sqnr_db for row in rows}),
+        ("Plain round-to-nearest (dB)", {r.module: r.baseline_output_sqnr_db for r in rows}),
+    )
+    grids = [
+        np.array([[number(values.get(blocks[b].get(k, ""))) for b in blocks] for k in kinds])
+        for _, values in tables
+    ]
+    known = np.concatenate([grid[np.isfinite(grid)] for grid in grids])
+    limits = (known.min(), known.max()) if known.size else (0.0, 1.0)
+    panels = [new_panel(1.0 + 0.34 * len(kinds), 2) for _ in tables]
+    for axes, grid, (title, _) in zip(panels, grids, tables, strict=True):
+        heat_map(axes, grid, list(blocks), kinds, limits, "{:.0f}")
+        axes.set_title(title)
+        axes.set_xlabel("block")
+    return panels
+
+
+ANNOTATED_COLUMNS = 12  # heat maps up to this wide have their values written in
+
+
+def one_of_experts(rows: Mapping[str, Any], height: Callable[[Any], float]) -> dict[str, Any]:
+    """Rows by full name, of the same layer of a block's experts only the highest."""
+    highest: dict[str, str] = {}
+    for name, row in rows.items():
+        kept = highest.setdefault(any_expert(name), name)
+        if height(row) > height(rows[kept]):
+            highest[any_expert(name)] = name
+    return {name: rows[name] for name in highest.values()}
+
+
+def grid_of(names: Sequence[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """Kinds of layers, and for each block the full name of each kind."""
+    kinds: dict[str, None] = {}
+    blocks: dict[str, dict[str, str]] = {}
+    for name in names:
+        block, _, kind = split_name(name) or ("", "", name)
+        kind = f"shared {kind}" if is_shared_expert(name) else kind
+        kinds[kind] = None
+        blocks.setdefault(block, {})[kind] = name
+    return list(kinds), blocks
+
+
+def number(value: float | None) -> float:
+    """A figure that can be drawn: what is missing is no number."""
+    return float("nan") if value is None else value
+
+
+def heat_map(
+    axes: Axes,
+    grid: np.ndarray,
+    columns: Sequence[str],
+    rows: Sequence[str],
+    limits: tuple[float, float],
+    form: str,
+) -> None:
+    """Draw a table as colors.
+
+    Args:
+        axes: Where.
+        grid: Values [rows, columns]; NaN is left white.
+        columns: Their names.
+        rows: Their names.
+        limits: Values of the darkest and of the brightest color.
+        form: How values are written where there is room, such as `{:.0f}`.
+    """
+    low, high = limits
+    high = high if high > low else low + 1.0
+    image = axes.imshow(
+        grid, cmap="viridis", vmin=low, vmax=high, aspect="auto", interpolation="nearest"
+    )
+    figure_of(axes).colorbar(image, ax=axes, aspect=30)
+    axes.grid(visible=False)
+    step = max(1, -(-len(columns) // 16))
+    axes.set_xticks(range(0, len(columns), step), columns[::step])
+    axes.set_yticks(range(len(rows)), rows)
+    if len(columns) > ANNOTATED_COLUMNS:
+        return
+    for (y, x), value in np.ndenumerate(grid):
+        dark = np.isfinite(value) and value < low + 0.6 * (high - low)
+        text = form.format(value) if np.isfinite(value) else "-"
+        axes.text(x, y, text, ha="center", va="center", color="w" if dark else "k", fontsize=8)
+
+
+def cache_section(data: ReportData) -> Section:
+    """Scales of K and V, layer by layer and head by head."""
+    entries = [e for e in data.scale_table.entries if e.role in ("k_cache", "v_cache")]
+    table = Table(
+        ("attention", "cache", "scales", "absmax", "clipped", "SQNR (dB)"),
+        [
+            (
+                entry.module,
+                entry.role[0].upper(),
+                scale_text(entry.scale_min, entry.scale_max),
+                f"{entry.absmax:.4g}",
+                percent(entry.clip_fraction, 4),
+                decibel(entry.sqnr_db),
+            )
+            for entry in entries
+        ],
+        f"All {len(entries)} scale tensors of the cache",
+        folded=True,
+    )
+    text = (
+        "Static scales of the cached keys (after the rotary embedding) and values, one for each KV "
+        "head, as calibrated. A head much above its neighbours has outliers of its own. Of latent "
+        "attention K is the rotated part of the keys and V the latent, one of each for all heads; "
+        "of channels with scales of their own the largest is drawn."
+    )
+    if any(entry.sqnr_db is not None for entry in entries):
+        text += (
+            " SQNR in the table is the signal-to-quantization-noise ratio of the noisiest of the "
+            "tensor's heads."
+        )
+    shown = "Heat maps of the cache's scales by layer and head"
+    return Section(
+        "Cache scales", text, (Plot("cache", shown, partial(_draw_cache, data)),), (table,)
+    )
+
+
+def _draw_cache(data: ReportData) -> list[Axes]:
+    heads = [str(h) for h in range(len(data.kv_scales[0].k))]
+    panels = []
+    layers = [re.sub(r"\D+", "", row.module) for row in data.kv_scales]
+    for title, rows in (
+        ("K scales", [row.k for row in data.kv_scales]),
+        ("V scales", [row.v for row in data.kv_scales]),
+    ):
+        grid, axes = np.array(rows).T, new_panel(1.1 + 0.34 * len(heads), 2)
+        heat_map(axes, grid, layers, heads, (grid.min(), grid.max()), "{:.2g}")
+        axes.set_title(title)
+        axes.set_xlabel("layer")
+        axes.set_ylabel("KV head")
         panels.append(axes)
     return panels

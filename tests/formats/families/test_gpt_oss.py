@@ -14,7 +14,7 @@ from ptq.convert.convert import convert
 from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
-from ptq.plan.explain import steps
+from ptq.plan.describe import steps
 from tests.experts import rewrite
 from tests.families import METHODS, check_blocks, check_engine, distance, transformers_logits
 from tests.mixtures import check_quantized_experts, publish_mxfp4, stored

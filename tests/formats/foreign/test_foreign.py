@@ -12,20 +12,21 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.foreign.awq import awq_config, pack_awq, read_awq_config, refuse_awq, unpack_awq
-from formats.foreign.fp8 import read_fp8_config
-from formats.foreign.fp8_block import (
+from formats.foreign.fp8 import (
     fp8_block_config,
     pack_fp8_block,
+    read_fp8_config,
     refuse_fp8_block,
     unpack_fp8_block,
 )
 from formats.foreign.gptq import (
     dequantize_gptq,
+    gptq_config,
     pack_gptq,
+    read_gptq_config,
     refuse_gptq,
     unpack_gptq,
 )
-from formats.foreign.gptq_config import gptq_config, read_gptq_config
 from formats.foreign.paddle import FILES, paddle_tables, refuse_paddle
 from formats.scheme import PRESETS, KVCacheSpec, Scheme, WeightSpec
 from formats.stored.weights import StoredWeight

@@ -16,10 +16,9 @@ from formats.errors import CheckpointError, EngineError, RequestError
 from inference.bench import command as bench
 from inference.bench import requests
 from inference.bench.engine_process import EngineProcess, EngineSource
-from inference.bench.figures import describe, summarize
+from inference.bench.figures import describe, measure_in_turns, summarize
 from inference.bench.load import Load, Run, ask, between_tokens, run_once
 from inference.bench.oracle import TOKEN, Oracle, chance_of
-from inference.bench.turns import measure_in_turns
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.speculate.counts import DraftCounts

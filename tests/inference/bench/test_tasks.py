@@ -14,9 +14,17 @@ from formats.errors import EngineError, RequestError
 from formats.tokenizer import load_tokenizer
 from inference.bench import command as bench
 from inference.bench.load import Load, ask_task, run_once
-from inference.bench.tasks.forced import forced
-from inference.bench.tasks.functions import MODULES, library_functions, renamed
-from inference.bench.tasks.task import REQUESTS, SIZES, TOLD, Task, make_task
+from inference.bench.tasks.task import (
+    MODULES,
+    REQUESTS,
+    SIZES,
+    TOLD,
+    Task,
+    forced,
+    library_functions,
+    make_task,
+    renamed,
+)
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams

@@ -8,7 +8,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from inference.cpu.routing import route
+from inference.cpu.layers import route
 from inference.models.config import Routing
 
 SIZES = {

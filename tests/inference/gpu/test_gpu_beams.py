@@ -17,8 +17,8 @@ from inference.requests.request import SamplingParams
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockManager
-from inference.scheduling.held import Held
 from inference.scheduling.scheduler import Scheduler
+from inference.scheduling.sequence import Held
 from tests.inference.gpu.test_gpu_loop import Letters, V, fakes, logits_after  # noqa: F401
 from tests.inference.logits_engine import LogitsEngine
 

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
 from formats.errors import EngineError
-from inference.gpu import memory, runner
+from inference.gpu import runner, sizes
 from inference.gpu.backend import TritonBackend
 from inference.gpu.runner import GpuRunner
 from inference.models.kv_cache import CacheShape, LayerCache
-from inference.models.model import KVHeads
+from inference.models.network import KVHeads
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence
@@ -28,7 +28,7 @@ def run_out(*args, **kwargs):
 
 @pytest.fixture(autouse=True)
 def three_gigabytes_are_free(monkeypatch):
-    for module in (memory, runner):
+    for module in (sizes, runner):
         monkeypatch.setattr(module, "free_bytes", lambda device: 3 * 10**9)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inference.scheduling.blocks import BlockManager
-from inference.scheduling.prompt_rate import FIRST, LEAST, PromptRate
+from inference.scheduling.prompt_share import FIRST, LEAST, PromptRate
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence
 

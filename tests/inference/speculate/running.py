@@ -9,7 +9,7 @@ import numpy as np
 from inference.scheduling.batch import RunningBatch
 from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.sequence import Terms
-from inference.speculate.proposer import Proposer
+from inference.speculate.choose import Proposer
 
 UNSEEN = 999  # is behind what is known, and no token of a test's
 

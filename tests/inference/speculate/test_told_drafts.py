@@ -7,8 +7,7 @@ from itertools import takewhile
 
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.requests.request import SamplingParams
-from inference.requests.step_result import StepResult
+from inference.requests.request import SamplingParams, StepResult
 from inference.scheduling.batch import Ints, RunningBatch
 from tests.inference.speculate.requests import Replay
 from tests.inference.speculate.test_traps import KINDS, ended_at

@@ -8,7 +8,7 @@ from torch import nn
 
 from formats.scheme import LayerScheme
 from inference.cpu.backend import CpuBackend
-from inference.cpu.code_step import CodeStep
+from inference.cpu.loop import CodeStep
 from inference.models.read import StoredLinear
 from inference.transformers_code.attention import running
 from inference.transformers_code.known import (

@@ -17,10 +17,19 @@ import kernels.bench.cpu_cases as cpu_cases
 import kernels.bench.measure as measure
 import kernels.bench.peers.torch_layers as layers
 import kernels.bench.peers.torch_peers as peers
-from kernels.bench.case import BenchCase, Limits
+from kernels.bench.case import (
+    COLUMNS,
+    BenchCase,
+    Limits,
+    Row,
+    cells,
+    header,
+    line,
+    markdown,
+    to_json,
+)
 from kernels.bench.measure import Bench
-from kernels.bench.peers.published import Published, published, source
-from kernels.bench.peers.run import TOLERANCE, Peers
+from kernels.bench.peers.torch_peers import TOLERANCE, Peers, Published, published, source
 from kernels.bench.shapes import (
     CPU_FAMILIES,
     FAMILIES,
@@ -32,7 +41,6 @@ from kernels.bench.shapes import (
     Rows,
     Selection,
 )
-from kernels.bench.table import COLUMNS, Row, cells, header, line, markdown, to_json
 from kernels.bench.timing import Clock, copies_of, in_turns
 from kernels.cpu import native
 from kernels.devices import run_on_gpu
@@ -128,11 +136,11 @@ def test_a_peer_that_is_wrong_or_refused_is_not_timed(monkeypatch):
     def never(call, copies):
         raise AssertionError("timed")
 
-    monkeypatch.setattr("kernels.bench.peers.run.TOLERANCE", 1e-9)
+    monkeypatch.setattr("kernels.bench.peers.torch_peers.TOLERANCE", 1e-9)
     found = Peers(CPU, sample=never)
     assert found.of(layer("w8a8")) == {}
     assert all("its result is off by" in reason for _, reason in found.reasons)
-    monkeypatch.setattr("kernels.bench.peers.run.TOLERANCE", 1e-2)
+    monkeypatch.setattr("kernels.bench.peers.torch_peers.TOLERANCE", 1e-2)
     monkeypatch.setitem(peers.OF_ATTENTION, "cpu", peers.OF_ATTENTION["cuda"])
     cudnn = Peers(CPU, sample=a_sample)
     assert list(cudnn.of(AttentionShape(2, 64))) == ["flash sdpa"]

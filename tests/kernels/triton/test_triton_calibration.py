@@ -14,7 +14,7 @@ from tests.kernels.triton_lab import building_for, compiled, interpreted
 def test_blocks_of_columns_are_solved_as_on_the_cpu():
     from kernels.numerics import TYPES
     from kernels.triton.calibration.columns import descent_block, gptq_block
-    from ptq.methods.common.descent import descent_columns
+    from ptq.methods.common.fitting import descent_columns
     from ptq.methods.gptq import gptq_columns
 
     torch.manual_seed(0)

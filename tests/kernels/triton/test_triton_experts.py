@@ -197,7 +197,7 @@ def test_routing():
 @interpreted
 def test_routing_by_sigmoids_groups_and_corrections(experts, routing):
     """The kernel chooses and weighs as torch does, of any kind of routing."""
-    from inference.cpu.routing import route as plain
+    from inference.cpu.layers import route as plain
     from inference.models.config import Routing
     from kernels.triton.experts.routing import route
 

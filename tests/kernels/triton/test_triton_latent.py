@@ -54,7 +54,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 )
 @interpreted
 def test_decode(storage, heads, rank, turn, own, splits):
-    from kernels.reference_latent import latent_attention as twin
+    from kernels.reference_attention import latent_attention as twin
     from kernels.triton.attention.latent import LatentTile, latent_attention
     from kernels.triton.common import Workspace
 
@@ -76,7 +76,7 @@ def test_decode(storage, heads, rank, turn, own, splits):
 )
 @interpreted
 def test_prompts(storage, heads, queries, starts, decodes):
-    from kernels.reference_latent import latent_attention as twin
+    from kernels.reference_attention import latent_attention as twin
     from kernels.triton.attention.latent import LatentTile, latent_attention
     from kernels.triton.common import Workspace
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from calibrate.statistics import Statistics
-from formats.checkpoint.portable import only_here
+from formats.checkpoint.native import only_here
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from ptq.commands import inspect as command

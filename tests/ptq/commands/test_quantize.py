@@ -14,9 +14,8 @@ from formats.errors import RecipeError
 from formats.scheme import PRESETS
 from ptq import cli
 from ptq.commands import quantize, run
-from ptq.recipe.own_model import OTHER_NAMES, SCHEMES
+from ptq.recipe.own_model import OTHER_NAMES, SCHEMES, shipped_paths
 from ptq.recipe.reading import load_recipe
-from ptq.recipe.shipped import shipped_paths
 
 QUICK = ["--set", "report.speed=false", "--set", "report.thresholds.kl=1"]
 ROWS = [{"prompt": f"def f{i}(x):\n    return {'x + ' * i}{i}\n"} for i in range(60)]

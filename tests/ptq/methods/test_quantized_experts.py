@@ -22,9 +22,8 @@ from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import observe, starved_experts
 from ptq.pipeline.resume import ResumableRun
-from ptq.plan.describe import group_modules
-from ptq.plan.explain import explain
-from ptq.report.parts.by_block import one_of_experts
+from ptq.plan.describe import explain, group_modules
+from ptq.report.parts.loss import one_of_experts
 from tests.experts import FORMS, MOE, rewrite, stack_experts
 from tests.ptq.quantizing import fold_alpha, make_plan, observed_work, random_tokens
 

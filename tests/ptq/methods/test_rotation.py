@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
-from formats.hadamard import hadamard_matrix, random_rotation
-from formats.residual_rotation import rotation_seeds
+from formats.residual_rotation import hadamard_matrix, random_rotation, rotation_seeds
 from formats.scheme import PRESETS
 from inference.engine import Engine
 from ptq.methods.gptq import GPTQSpec
@@ -24,8 +23,7 @@ from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.resume import ResumableRun
-from ptq.plan.describe import describe_plan
-from ptq.plan.explain import explain
+from ptq.plan.describe import describe_plan, explain
 from tests.experts import MOE
 from tests.ptq.quantizing import edit_model, make_plan, random_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from calibrate.fisher import FisherFactors
+from calibrate.gradients import FisherFactors
 from formats.scheme import PRESETS, Scheme, WeightSpec
 from ptq.methods.common.fitting import fit_scales
 from ptq.methods.common.rounding import round_weight
@@ -13,7 +13,7 @@ from ptq.methods.gptq import GPTQ, GPTQSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.two_sided import Layer, Side, TwoSided, TwoSidedSpec
 from ptq.pipeline.passes import observe
-from ptq.plan.explain import explain
+from ptq.plan.describe import explain
 from tests.ptq.quantizing import make_plan, observed_work, with_gradients
 from tests.tiny_families import DEEPSEEK
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ptq.pipeline.behind import Behind
+from ptq.pipeline.passes import Behind
 
 
 def test_pieces_are_done_one_after_the_other_and_all_before_it_is_left():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrate.fisher import FisherFactors
+from calibrate.gradients import FisherFactors
 from formats.errors import RecipeError
 from ptq.methods.gptq import GPTQ, GPTQSpec
 from ptq.methods.rtn import RTNSpec
@@ -18,7 +18,7 @@ from ptq.pipeline import driver as pipeline
 from ptq.pipeline import gradients, solver
 from ptq.pipeline.artifact import FISHER_FOLDER, Artifact
 from ptq.pipeline.resume import ResumableRun
-from ptq.plan import head
+from ptq.plan import modules
 from ptq.recipe.schema import StatisticsSpec
 from tests.ptq.quantizing import make_plan, random_tokens
 
@@ -170,7 +170,7 @@ def test_pieces_of_a_head_share_its_factors(tiny_llama, tmp_path, seen, monkeypa
     monkeypatch.setattr(GPTQ, "solve", cost)
     whole = solve(tmp_path / "whole")
     total = costs.pop("lm_head")
-    monkeypatch.setattr(head, "PIECE", 256 * 128)
+    monkeypatch.setattr(modules, "PIECE", 256 * 128)
     solve(tmp_path / "cut")
     assert costs.pop("lm_head") == pytest.approx(total, rel=1e-6)
     plan = make_plan(

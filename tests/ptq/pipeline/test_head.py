@@ -22,7 +22,7 @@ from ptq.methods.untie import UntieSpec
 from ptq.pipeline import driver, resume
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.driver import quantize_tokens, solve
-from ptq.plan import head
+from ptq.plan import modules
 from tests.fake_quantized import fake_quantized_logits
 from tests.ptq.quantizing import SMOOTH, make_plan, quantize_head, random_tokens
 
@@ -88,7 +88,7 @@ def test_an_untied_head_is_one_that_transformers_reads(tiny_llama, tmp_path):
 @pytest.mark.parametrize("method", [GPTQSpec(), HQQSpec(), RTNSpec(scale="mse")])
 def test_pieces_of_rows_are_solved_as_the_whole(tiny_llama, tmp_path, monkeypatch, method):
     whole = quantize_head(tiny_llama, tmp_path / "whole", of_head="w4", methods=(method,))
-    monkeypatch.setattr(head, "PIECE", 256 * 128)
+    monkeypatch.setattr(modules, "PIECE", 256 * 128)
     cut = quantize_head(tiny_llama, tmp_path / "cut", of_head="w4", methods=(method,))
     for name in ("lm_head.weight_packed", "lm_head.weight_scale"):
         assert torch.equal(whole.tensor(name), cut.tensor(name))
@@ -199,7 +199,7 @@ def test_a_head_is_rounded_against_the_model(tiny_llama, tmp_path, monkeypatch):
     """Its gradients are those of the predictions; pieces of rows have a part of them each."""
     options = {"methods": (TwoSidedSpec(),), "of_head": "w4"}
     whole = quantize_head(tiny_llama, tmp_path / "whole", **options)
-    monkeypatch.setattr(head, "PIECE", 256 * 128)
+    monkeypatch.setattr(modules, "PIECE", 256 * 128)
     cut = quantize_head(tiny_llama, tmp_path / "cut", **options)
     plain = quantize_head(tiny_llama, tmp_path / "plain", of_head="w4")
     source = Checkpoint.open(tiny_llama).tensor("model.embed_tokens.weight").float()

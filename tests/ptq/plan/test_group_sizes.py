@@ -21,8 +21,8 @@ from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.solvable import solve_notes
 from ptq.plan.describe import describe_plan
 from ptq.plan.plan import Plan, plan_recipe
+from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
-from ptq.recipe.shipped import shipped_paths
 from ptq.report.inspection import inspect
 from ptq.search.candidates import candidates
 from tests.ptq.plan.test_layer_schemes import logits, reference

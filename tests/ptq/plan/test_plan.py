@@ -11,7 +11,7 @@ import pytest
 from formats.checkpoint.read import Checkpoint
 from formats.errors import PTQError, RecipeError
 from formats.families.registry import MODEL_TYPES
-from ptq.evaluate.devices import report_devices
+from ptq.evaluate.comparison import report_devices
 from ptq.plan.plan import Plan, SmoothingGroup, build_plan, plan_recipe
 from ptq.recipe.reading import load_recipe, read_recipe
 from ptq.recipe.schema import Recipe
@@ -185,7 +185,7 @@ def test_a_report_runs_where_its_blocks_are_solved(tiny_llama, tmp_path, monkeyp
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _=0: "a GPU")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("kernels.devices.check_triton", lambda: None)
-    monkeypatch.setattr("ptq.evaluate.devices.read_shape", lambda *_: None)
+    monkeypatch.setattr("ptq.evaluate.comparison.read_shape", lambda *_: None)
     assert runs_on() == ("cuda",)
     assert runs_on("device=cpu") == runs_on("report.device=cpu") == ("cpu",)
     assert runs_on("device={gpus: 2}") == ("cuda:0", "cuda:1")

@@ -6,8 +6,7 @@ import pytest
 
 from formats.errors import RecipeError
 from formats.scheme import PRESETS
-from ptq.plan.describe import describe_plan
-from ptq.plan.explain import explain
+from ptq.plan.describe import describe_plan, explain
 from ptq.recipe.reading import load_recipe, resolved_yaml
 from tests.ptq.plan.test_plan import plan, problems
 

@@ -10,8 +10,8 @@ import yaml
 
 from formats.errors import RecipeError
 from ptq import cli
+from ptq.recipe.own_model import FOLDER, find_recipe, shipped_paths, shipped_recipes
 from ptq.recipe.reading import load_recipe
-from ptq.recipe.shipped import FOLDER, find_recipe, shipped_paths, shipped_recipes
 
 NAMES = list(shipped_paths())
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from formats.families.registry import find_family
+from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
-from ptq.recipe.shipped import shipped_paths
 from ptq.report import advice
 from ptq.report.advice import advise, recipe_bits, shares_of, weakest
 from ptq.report.data import ReportData

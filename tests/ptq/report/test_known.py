@@ -6,9 +6,9 @@ import pytest
 
 from formats.checkpoint.read import Checkpoint
 from ptq.plan.plan import build_plan
+from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import AttributionSpec, ThresholdsSpec
-from ptq.recipe.shipped import shipped_paths
 from ptq.report import measure as measuring
 from ptq.report.data import ReportData, check_known, failure
 from ptq.report.known import Known, known_figures, nearest, write_figures

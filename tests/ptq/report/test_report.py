@@ -28,10 +28,10 @@ from ptq.commands import report as command
 from ptq.methods.common.events import Event
 from ptq.peers.measure import PeerRow
 from ptq.plan.plan import build_plan
+from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.peers import QUANTIZERS, Quantizer
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe, ThresholdsSpec
-from ptq.recipe.shipped import shipped_paths
 from ptq.report import scatter
 from ptq.report.data import ReportData, check_thresholds, failure
 from ptq.report.measure import spread
@@ -40,7 +40,7 @@ from ptq.report.page.section import Table
 from ptq.report.pages import draw_plots, render_html, render_markdown, sections
 from ptq.report.parts import accuracy as accuracy_part
 from ptq.report.parts.activations import READERS
-from ptq.report.parts.by_block import grid_of
+from ptq.report.parts.loss import grid_of
 from ptq.report.report import make_report, write_report
 from ptq.report.summary import summary_rows
 from ptq.report.verdict import verdict_of

@@ -5,7 +5,7 @@
 </tool_call>
 """
 
-from inference.server.tools.tool_format import ToolFormat
+from inference.server.tools.parser import ToolFormat
 
 FORMAT = ToolFormat(
     name="hermes",

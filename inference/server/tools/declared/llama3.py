@@ -7,7 +7,7 @@ The special token is not part of the decoded text where the tokenizer calls it s
 is the bare form, and an answer that begins with anything else is text.
 """
 
-from inference.server.tools.tool_format import ToolFormat
+from inference.server.tools.parser import ToolFormat
 
 FORMAT = ToolFormat(
     name="llama3",

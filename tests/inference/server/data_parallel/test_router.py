@@ -7,9 +7,14 @@ from collections import Counter
 import pytest
 
 from formats.errors import RequestError
-from inference.server.data_parallel.known_prefixes import KnownPrefixes, block_hashes
-from inference.server.data_parallel.placement import Place, places
-from inference.server.data_parallel.router import Load, Router
+from inference.server.data_parallel.router import (
+    KnownPrefixes,
+    Load,
+    Place,
+    Router,
+    block_hashes,
+    places,
+)
 
 BLOCK = 4
 IDLE = Load(queued=0, in_flight=0, places=8)

@@ -9,8 +9,7 @@ import pytest
 
 from formats.errors import EngineEndedError, EngineError, RequestError
 from inference.engine import Engine
-from inference.requests.request import RequestOutput, SamplingParams
-from inference.requests.step_result import StepResult
+from inference.requests.request import RequestOutput, SamplingParams, StepResult
 from inference.scheduling.active import NOT_FINITE
 from inference.scheduling.blocks import KVStats
 from inference.server.engine import loop as loops

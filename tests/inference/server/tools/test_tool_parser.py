@@ -6,9 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from inference.server.tools.deltas import CallDelta, ContentDelta, join_deltas
-from inference.server.tools.parser import ToolParser
-from inference.server.tools.tool_format import tool_formats
+from inference.server.tools.parser import (
+    CallDelta,
+    ContentDelta,
+    ToolParser,
+    join_deltas,
+    tool_formats,
+)
 
 DEEP = '{"a": ' * 200
 CASES = {

@@ -7,10 +7,9 @@ import xgrammar
 from pydantic import ValidationError
 
 from formats.errors import RequestError
-from inference.server.schema.tools import MOST_TOOLS, ToolFields
-from inference.server.tools.template import ToolSupport
-from inference.server.tools.tool_format import tool_formats
-from inference.server.tools.use import ToolUse
+from inference.server.schema.chat import MOST_TOOLS, ToolFields
+from inference.server.tools.parser import tool_formats
+from inference.server.tools.use import ToolSupport, ToolUse
 
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 ADD["parameters"] |= {"required": ["a"], "additionalProperties": False}
