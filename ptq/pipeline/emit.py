@@ -47,18 +47,6 @@ def emit_rest(
             writer.add(name, checkpoint.tensor(name))
 
 
-def emit_block(
-    writer: CheckpointWriter,
-    tensors: Mapping[str, Tensor],
-    kv_scales: Mapping[str, tuple[Tensor, Tensor]],
-) -> None:
-    """Write the tensors of a solved block and its scales of K and V."""
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    for attention, (k, v) in kv_scales.items():
-        writer.set_kv_scales(attention, k, v)
-
-
 def block_tensors(
     checkpoint: FloatModel, work: BlockWork, layers: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
