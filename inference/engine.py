@@ -31,6 +31,7 @@ from inference.config import EngineConfig
 from inference.models.kv_cache import CacheShape
 from inference.models.network import Model
 from inference.parallel.backend import choose_ranks
+from inference.proposers import Proposer, draft_methods, require_method
 from inference.requests.request import (
     RequestOutput,
     SamplingParams,
@@ -46,7 +47,6 @@ from inference.scheduling.sequence import Held, check_beams
 from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.work import Work
 from inference.speculate.chain import Target
-from inference.speculate.choose import Proposer, choose_proposer, require_method
 from inference.speculate.speculation import Speculation
 from inference.structured.compiler import GrammarCompiler
 from inference.transformers_code.choose import check_config, read_shape
@@ -90,7 +90,7 @@ class Engine:
     ) -> None:
         self.checkpoint, self.tokenizer, self.backend = checkpoint, tokenizer, backend
         if config.speculate is not None:
-            require_method(config.speculate, backend)
+            require_method(config.speculate.method, networks=backend.runs_drafters)
         shape = read_shape(checkpoint, backend, transformers_code=config.transformers_code)
         length, blocks = config.sizes(shape.max_positions)
         with backend.loading(checkpoint.nbytes):
@@ -114,7 +114,9 @@ class Engine:
             target = Target(
                 tokenizer, shape.vocab_size, self.config, backend, self.model, checkpoint
             )
-            self.speculate_by(choose_proposer(config.speculate, target), config.speculate.depth)
+            own = config.speculate
+            make = draft_methods()[own.method].make
+            self.speculate_by(make(own.path, target), own.depth)
 
     def _start(self) -> None:
         """Be ready for the first request."""

@@ -26,10 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from inference.proposers import HiddenStateProposer, Proposer
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.work import Work
-from inference.speculate.choose import HiddenStateProposer, Proposer
 from inference.speculate.estimates import OUTLIER, Share, StepTime
 
 Floats = NDArray[np.floating]
