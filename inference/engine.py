@@ -47,7 +47,7 @@ from inference.scheduling.sequence import Held, check_beams
 from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.work import Work
 from inference.speculate.chain import Target
-from inference.speculate.speculation import Speculation
+from inference.speculate.decoder import SpeculativeDecoder
 from inference.structured.compiler import GrammarCompiler
 from inference.transformers_code.choose import check_config, read_shape
 from kernels.attention_inputs import KVPool
@@ -108,7 +108,7 @@ class Engine:
         self._ends = frozenset(token for token in ends if token < shape.vocab_size)  # can come
         self._grammars = GrammarCompiler(tokenizer, shape.vocab_size, self._ends)
         self._blocks = BlockManager(blocks, prefix_cache=config.prefix_cache)
-        self.speculation: Speculation | None = None
+        self.speculation: SpeculativeDecoder | None = None
         self._start()
         if config.speculate is not None:
             target = Target(
@@ -205,7 +205,7 @@ class Engine:
             depth: Drafts of each request in a step; default: as many as pay.
         """
         places = self.config.max_batch_size
-        self.speculation = None if proposer is None else Speculation(proposer, places, depth)
+        self.speculation = None if proposer is None else SpeculativeDecoder(proposer, places, depth)
         self._scheduler.drafter = self.speculation
 
     @property
