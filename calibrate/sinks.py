@@ -12,15 +12,12 @@ n is found as by Chen et al., "PrefixQuant" (arXiv 2410.05265, section 4): a tok
 where its largest magnitude is more than 64 times the median of all tokens' in the input of some
 layer. Positions count, not tokens: of a model that puts nothing in front of a text, any token can
 be the first, and one put in front for the sake of quantization changes what the model says.
-
-Names of what statistics are kept of, for those who know them without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -28,10 +25,6 @@ from torch import Tensor
 from calibrate.stream import BlockStream
 from calibrate.tensor_statistics import check_finite
 from calibrate.workers import BlockWorkers, in_order_of_samples, samples_of
-
-SINK_INPUT: Final = "input_sink"  # rows of sink tokens, which are not among those of "input"
-SINK_TOKENS: Final = 16  # ordinary tokens that the relative error of a sink token counts as
-
 
 OUTLIER = 64.0  # times the median of tokens' largest magnitudes
 MOST = 4  # positions that are kept apart without being asked for

@@ -2,16 +2,12 @@
 
 Every message says what was found, what is allowed, and how to fix it. They live here because
 `formats` is the ground that every other package may import.
-
-What configurations of ours are made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-
-from pydantic import BaseModel, ConfigDict
 
 
 class PTQError(Exception):
@@ -57,9 +53,3 @@ def suggestion(found: str, allowed: Iterable[str]) -> str:
     close = get_close_matches(found, names, n=1, cutoff=0.5)
     guess = f"did you mean {close[0]!r}? " if close else ""
     return f"{guess}allowed: {', '.join(names)}"
-
-
-class Strict(BaseModel):
-    """Frozen configuration that rejects unknown keys and does not coerce types."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

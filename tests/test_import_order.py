@@ -46,9 +46,9 @@ FLOORS = {
         fused
         linear collective""",
     "formats": """
-        errors
+        errors strict
         cache_scheme namespace
-        command memory files pack scheme text_tokens
+        command memory files pack scheme text_tokens hadamard
         documents lock residual_rotation
         scale_table families
         published

@@ -11,8 +11,9 @@ from transformers import PretrainedConfig
 
 from formats.errors import CheckpointError
 from formats.families.names import block_of
+from formats.modeling.config import transformers_config
 from formats.modeling.experts import Experts
-from formats.modeling.load import FAULTS, transformers_config
+from formats.modeling.load import FAULTS
 from formats.modeling.model import built, take_apart
 from formats.modeling.stored_names import named_modules, renamed_modules, tied_names
 from formats.modeling.structure import AttentionSite, BlockStructure, Structure

@@ -1,51 +1,14 @@
-"""Gives modules on the meta device their data: weights from files, buffers by their own code.
-
-config.json as transformers reads it.
-
-Classes of models that are ours, for what transformers has no class of.
-"""
+"""Gives modules on the meta device their data: weights from files, buffers by their own code."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from formats.errors import CheckpointError
-from formats.families.registry import OWN_CLASSES
-
-
-def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
-    """A config.json as transformers reads it.
-
-    Raises:
-        CheckpointError: transformers knows no such model, or refuses a value.
-    """
-    rest = dict(values)
-    kind = str(rest.pop("model_type", None))
-    make_known(kind)
-    try:
-        return AutoConfig.for_model(kind, **rest)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:300]
-        found = "refuses it" if kind in CONFIG_MAPPING else "takes it for none"
-        raise CheckpointError(
-            f"config.json: transformers {found} ({reason}). Correct it, or copy that of the "
-            "original model"
-        ) from error
-
-
-def make_known(model_type: str) -> None:
-    """Let transformers' AutoConfig and AutoModelForCausalLM know a class of ours, if it is one."""
-    file = OWN_CLASSES.get(model_type)
-    if file is not None:
-        importlib.import_module(file)
-
 
 Read = Callable[[str], Tensor]
 FAULTS = (  # of others' code

@@ -9,13 +9,14 @@ from pydantic import Field
 
 from formats.cache_scheme import CacheSchemes
 from formats.documents import check_values, read_document
-from formats.errors import CheckpointError, Strict
+from formats.errors import CheckpointError
 from formats.families.values import check_model_values
 from formats.files import find_file, sha256_file
 from formats.namespace import later
 from formats.published.known import find_layout, needs_code
 from formats.published.layout import PublishedLayout
 from formats.stored.other_kinds import refuse_other_kinds
+from formats.strict import Strict
 
 if TYPE_CHECKING:
     from formats.stored import safetensors_files as weights

@@ -30,7 +30,7 @@ from inference.bench.shapes import SHAPES, read_scheme, read_shape
 TASKS = ("editing", "repeated")
 MODES = {
     "--steps": (
-        "inference.bench.steps:main",
+        "inference.bench.steps_command:main",
         "steps of models of random weights on a GPU: a table of tokens/s by scheme",
     ),
     "--kernels": (

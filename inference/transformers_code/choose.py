@@ -8,7 +8,7 @@ from typing import Any
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.registry import find_family
-from formats.modeling.load import transformers_config
+from formats.modeling.config import transformers_config
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.layers import LayerFactory

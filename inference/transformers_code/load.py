@@ -15,9 +15,10 @@ from formats.errors import CheckpointError
 from formats.families.groups import common_inputs
 from formats.families.registry import find_family
 from formats.memory import release_freed_memory
+from formats.modeling.config import transformers_config
 from formats.modeling.experts import Experts
 from formats.modeling.found import is_linear
-from formats.modeling.load import materialize, transformers_config
+from formats.modeling.load import materialize
 from formats.modeling.model import SideBySide, found_model, meta_model
 from formats.modeling.structure import Structure
 from inference.models.layers import LayerFactory, LinearLayer

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.modeling.config import transformers_config
 from formats.modeling.layers import positions_of, structure_of
-from formats.modeling.load import transformers_config
 from formats.modeling.structure import Structure
 from formats.namespace import later
 from inference.models.layers import LayerFactory

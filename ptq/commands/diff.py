@@ -20,7 +20,7 @@ from formats.errors import RequestError
 from formats.hub import near_folder
 from formats.namespace import later
 from ptq.recipe.own_model import find_recipe
-from ptq.report import comparison
+from ptq.report import differences
 
 if TYPE_CHECKING:
     from formats.checkpoint import read
@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if _are_folders(arguments.a, arguments.b):
         a, b = (read.Checkpoint.open(path) for path in (arguments.a, arguments.b))
-        lines = comparison.diff_checkpoints(a, b, arguments.top)
+        lines = differences.diff_checkpoints(a, b, arguments.top)
     else:
-        lines = comparison.diff_recipes(arguments.a, arguments.b)
+        lines = differences.diff_recipes(arguments.a, arguments.b)
     print("\n".join(lines) if lines else "no difference")
     return 1 if lines else 0
 

@@ -29,10 +29,10 @@ from ptq.sweep.tasks import Outcome, Task, left_to_run, plan_tasks
 if TYPE_CHECKING:
     import torch
 
-    from ptq.sweep import running
+    from ptq.sweep import summary
 else:
     torch = later("torch")
-    running = later("ptq.sweep.running")
+    summary = later("ptq.sweep.summary")
 
 TABLE = "sweep.md"
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{len(outcomes)} of {len(tasks)} tasks have run before")
         if left:
             outcomes |= _run(arguments, left)
-        text = running.describe(tasks, outcomes)
+        text = summary.describe(tasks, outcomes)
         replace_file(output / TABLE, text.encode())
     print(f"\n{text}")
     print(f"table: {typed_path(output / TABLE)}")

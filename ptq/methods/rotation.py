@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from formats import residual_rotation
+    from formats import hadamard
     from formats.families.family import Family
     from formats.modeling import load
 else:
-    residual_rotation = later("formats.residual_rotation")
+    hadamard = later("formats.hadamard")
     load = later("formats.modeling.load")
     torch = later("torch")
 
@@ -151,8 +151,8 @@ class RotatedCheckpoint(FloatModelView):
         config = source.config
         hidden, head = int(config["hidden_size"]), heads_of(config).size
         self.family = family_of(config)
-        self.r1 = residual_rotation.random_rotation(hidden, spec.seed) if spec.residual else None
-        self.r2 = residual_rotation.random_rotation(head, spec.seed + 1) if spec.values else None
+        self.r1 = hadamard.random_rotation(hidden, spec.seed) if spec.residual else None
+        self.r2 = hadamard.random_rotation(head, spec.seed + 1) if spec.values else None
         tied = bool(config.get("tie_word_embeddings", HEAD not in source))
         self.unties = spec.residual and tied
         self._check_names()
@@ -180,7 +180,7 @@ class RotatedCheckpoint(FloatModelView):
             f"{name} ({'random' if known is None else 'Hadamard'} {len(r)})"
             for name, r in parts
             if r is not None
-            for known in (residual_rotation.hadamard_matrix(len(r)),)
+            for known in (hadamard.hadamard_matrix(len(r)),)
         ]
         cost = f"; unties lm_head, which adds {self.added_bytes / 1e6:.1f} MB"
         yield f"rotated: {', '.join(kinds)}{cost if self.added_bytes else ''}"

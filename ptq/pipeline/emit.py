@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calibrate.observers import choose_absmax, clip_fraction
-from calibrate.sinks import SINK_INPUT
+from calibrate.roles import SINK_INPUT
 from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics
 from formats.cache_scheme import CacheRole, KVCacheSpec

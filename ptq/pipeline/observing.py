@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from calibrate.sinks import SINK_INPUT, SINK_TOKENS
+from calibrate.roles import SINK_INPUT, SINK_TOKENS
 from calibrate.statistics import Statistics
 from calibrate.workers import InTurn, run_size, samples_of, shares
 from formats.errors import RecipeError

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from formats.errors import Strict
 from formats.scheme import LayerScheme, Scheme
+from formats.strict import Strict
 from ptq.methods.common.spec import MethodSpec, Stage
 from ptq.methods.registry import METHODS
 

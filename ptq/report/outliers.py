@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from calibrate.sinks import SINK_INPUT
+from calibrate.roles import SINK_INPUT
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.families.names import is_projection

@@ -14,9 +14,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from formats.errors import CheckpointError, Strict
+from formats.errors import CheckpointError
 from formats.files import replace_file
 from formats.scheme import PRESETS, LayerScheme, WeightSpec
+from formats.strict import Strict
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.costs import INPUTS, WEIGHTS, CostsSpec
 from ptq.pipeline.found import Found

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from formats.errors import Strict
 from formats.files import replace_file
+from formats.strict import Strict
 from inference.accuracy import Accuracy
 from ptq.output import percent, size_text
 from ptq.recipe.budget import BudgetSpec

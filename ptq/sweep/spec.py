@@ -22,7 +22,8 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from formats.errors import RecipeError, Strict
+from formats.errors import RecipeError
+from formats.strict import Strict
 from ptq.recipe.problems import Origin, Problem, Where, describe, recipe_error
 from ptq.recipe.strict_yaml import parse
 

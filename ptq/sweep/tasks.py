@@ -17,9 +17,10 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from formats.errors import RecipeError, RequestError, Strict
+from formats.errors import RecipeError, RequestError
 from formats.files import replace_file
 from formats.hub import find_model, is_hub_id
+from formats.strict import Strict
 from ptq.output import REPORT_FOLDER, is_taken
 from ptq.recipe.own_model import find_recipe, shipped_paths
 from ptq.recipe.reading import output_override, read_recipe, resolved_yaml

@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from formats.errors import CheckpointError
-from formats.residual_rotation import (
-    change_of_basis,
-    random_rotation,
-    rotation_seeds,
-    with_rotation,
-)
+from formats.hadamard import random_rotation
+from formats.residual_rotation import change_of_basis, rotation_seeds, with_rotation
 
 PLAIN = {"hidden_size": 24}
 ONCE = with_rotation(PLAIN, 7)

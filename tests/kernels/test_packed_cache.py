@@ -10,7 +10,7 @@ import torch
 
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
-from formats.residual_rotation import hadamard_matrix
+from formats.hadamard import hadamard_matrix
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.packed_cache import pack_halves, turn_size, turned, unpack_halves
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from calibrate.sinks import SINK_INPUT, SINK_TOKENS
+from calibrate.roles import SINK_INPUT, SINK_TOKENS
 from formats.families.groups import SmoothingGroup
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec

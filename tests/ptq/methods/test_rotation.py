@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
-from formats.residual_rotation import hadamard_matrix, random_rotation, rotation_seeds
+from formats.hadamard import hadamard_matrix, random_rotation
+from formats.residual_rotation import rotation_seeds
 from formats.scheme import PRESETS
 from inference.engine import Engine
 from ptq.methods.gptq import GPTQSpec

@@ -24,7 +24,7 @@ from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.resume import ResumableRun
-from ptq.report.comparison import diff_checkpoints
+from ptq.report.differences import diff_checkpoints
 from ptq.report.inspection import describe, inspect
 from tests.experts import MOE
 from tests.ptq.quantizing import make_plan, observed_work, random_tokens
