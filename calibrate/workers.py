@@ -38,12 +38,12 @@ class Task(Generic[T]):
     """One piece of work.
 
     Attributes:
-        told: What it is, for the message of an error: `solving model.layers.0.mlp.down_proj`.
+        what: Its name in the message of an error: `solving model.layers.0.mlp.down_proj`.
         cost: How long it takes, in any unit.
         run: Does it, on the worker of a number.
     """
 
-    told: str
+    what: str
     cost: float
     run: Callable[[int], T]
 
@@ -70,17 +70,17 @@ class Workers:
     def __len__(self) -> int:
         return len(self.devices)
 
-    def each(self, told: str, run: Callable[[int], T]) -> list[T]:
+    def each(self, what: str, run: Callable[[int], T]) -> list[T]:
         """What `run` gives for the number of every worker, all at once.
 
         Args:
-            told: What they do, for the message of an error.
+            what: Their name in the message of an error.
             run: Does it; looks now and then whether to go on (`check`).
 
         Raises:
             Exception: what the first of them met that failed, with a note of which it was.
         """
-        return self.spread([Task(told, 0.0, run) for _ in self.devices], range(len(self.devices)))
+        return self.spread([Task(what, 0.0, run) for _ in self.devices], range(len(self.devices)))
 
     def spread(self, tasks: Sequence[Task[T]], places: Sequence[int] | None = None) -> list[T]:
         """Results of tasks, in their order; each is done by one worker, the longest ones first.
@@ -109,8 +109,8 @@ class Workers:
                         results[i] = tasks[i].run(worker)
                 except _StoppedError:
                     return
-                except BaseException as error:  # told by the thread that waits for all of them
-                    error.add_note(f"It happened on {self.name(worker)}, {tasks[i].told}.")
+                except BaseException as error:  # raised by the thread that waits for all of them
+                    error.add_note(f"It happened on {self.name(worker)}, {tasks[i].what}.")
                     failures.append(error)
                     self._stop.set()
                     return

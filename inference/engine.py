@@ -300,7 +300,7 @@ class Engine:
 
         Args:
             prompt: Text, or token ids.
-            top: How many of the likeliest tokens are told.
+            top: How many of the likeliest tokens are returned.
             beams: Most requests that it will have been forked to at any time, itself included.
             max_tokens: Most tokens that any of them will have after the prompt.
             stop_token_ids: Tokens that the client looks out for; only checked.
@@ -315,14 +315,14 @@ class Engine:
         check_beams(beams, len(tokens), room, self._scheduler.max_batch_size, self._blocks.total)
         params = SamplingParams(max_tokens=room)
         request = ActiveRequest(
-            name, tokens, params, self.tokenizer, frozenset(), self._length, told=top
+            name, tokens, params, self.tokenizer, frozenset(), self._length, candidates=top
         )
         request.sequence.places = beams
         self._requests.add(request)
         return Held(name, room)
 
     def extend(self, name: str, token: int) -> None:
-        """Give a held request its next token, once the likeliest were told."""
+        """Give a held request its next token, once the likeliest were returned."""
         self._requests[name].sequence.append(token)
 
     def fork(self, name: str, new_name: str, token: int) -> None:
@@ -366,7 +366,7 @@ class Engine:
         return self._outputs(self._next())
 
     def advance(self) -> StepResult:
-        """`step`, told as one object: which requests gained which token, and which ended.
+        """`step`, as one object: which requests gained which token, and which ended.
 
         What a step costs here does not grow with the text or with those that wait, and hardly with
         those that run.
@@ -404,7 +404,7 @@ class Engine:
             ) from error
 
     def _outputs(self, result: StepResult) -> list[RequestOutput]:
-        """The state of each request that a step told of."""
+        """The state of each request that a step changed."""
         names = dict.fromkeys(name for name in result.names if name in self._requests)
         going = [self._requests[name].snapshot() for name in names]
         return going + result.finished

@@ -57,7 +57,7 @@ class DeviceLoop:
         self.runner, self._scheduler, self._requests = runner, scheduler, requests
         self._ahead, self.waited = ahead, 0.0
         self._on_its_way: Launched | None = None
-        self._told = StepResult()  # what a step gave that is to be told with the next
+        self._waiting = StepResult()  # the result of a step that is returned with the next
         self._collected = 0.0  # when the last step was there
 
     def step(self) -> StepResult:
@@ -71,7 +71,7 @@ class DeviceLoop:
         if not len(work):
             result += self.settle()
             return result
-        self._told = result  # is told still where launching fails
+        self._waiting = result  # is returned even where launching fails
         launched = self._launch(work, ahead if ahead and ahead.precedes(work) else None)
         if drafted:  # what the host did since the last step no device's time hides
             launched.at = self._collected
@@ -82,9 +82,9 @@ class DeviceLoop:
     def settle(self) -> StepResult:
         """Wait for the step on its way and tell its tokens."""
         launched, self._on_its_way = self._on_its_way, None
-        told, self._told = self._told, StepResult()
+        waiting, self._waiting = self._waiting, StepResult()
         if launched is None:
-            return told
+            return waiting
         start = time.perf_counter()
         tokens, work = launched.tokens(), launched.work
         now = time.perf_counter()
@@ -99,7 +99,7 @@ class DeviceLoop:
             drafter.note_hidden(work.taken(alive))
         device = np.flatnonzero(alive & work.samples & ~work.host)
         logprobs, firsts = launched.logprobs(), launched.firsts
-        result = told
+        result = waiting
         result += self._requests.take_chosen(work, device, firsts[device], tokens, logprobs)
         read = np.flatnonzero(alive & work.host & (work.rows > 0))
         if len(read):
@@ -134,7 +134,7 @@ class DeviceLoop:
 
     def drop(self) -> None:
         """Forget the step on its way."""
-        self._on_its_way, self._told = None, StepResult()
+        self._on_its_way, self._waiting = None, StepResult()
 
     def _warm(self, sequences: int, tokens: int, rows: int) -> None:
         self.runner.warm_up(sequences, tokens, rows)

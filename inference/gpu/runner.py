@@ -77,14 +77,14 @@ class Executed:
             them.
         tokens: int64, the next token of each row that samples, on the host; negative where logits
             were not finite.
-        done: When `tokens` and `told` are there; None where they are.
-        told: As `inference.scheduling.sampler.rank`, on the host, of the rows of a plan's `told`.
+        done: When `tokens` and `logprobs` are there; None where they are.
+        logprobs: As `inference.scheduling.sampler.rank`, on the host, of the plan's rows.
     """
 
     logits: Tensor | None
     tokens: Tensor
     done: torch.cuda.Event | None
-    told: tuple[Tensor, Tensor] | None = None
+    logprobs: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass
@@ -130,12 +130,12 @@ class Launched:
     def logprobs(self) -> dict[int, dict[int, float]]:
         """Of a step that was waited for: what the device tells with new tokens, by index in
         `rows`."""
-        if self.executed.told is None:
+        if self.executed.logprobs is None:
             return {}
         which, found = np.flatnonzero(self.rows.logprobs >= 0), {}
-        told = zip(*(tensor.tolist() for tensor in self.executed.told), strict=True)
+        ranked = zip(*(tensor.tolist() for tensor in self.executed.logprobs), strict=True)
         own = zip(which.tolist(), self.rows.logprobs[which].tolist(), strict=True)
-        for (row, count), (index, values) in zip(own, told, strict=True):
+        for (row, count), (index, values) in zip(own, ranked, strict=True):
             best = dict(zip(index[:count], values, strict=False))
             found[row] = best | {index[-1]: values[-1]}
         return found
@@ -173,7 +173,7 @@ class Prepared:
         work: What runs.
         rows: The same with drafts as slices of their own.
         parts: How many of `rows` each slice of `work` has.
-        plan: What the device is told.
+        plan: What the device gets.
         block: The arrays of the plan.
         places: Of `inference.gpu.steps.places`.
     """
@@ -299,10 +299,10 @@ class GpuRunner:
             else:
                 logits, chosen = self._padded(plan.size, plan.block)
             found = [chosen]
-            if plan.told is not None:
+            if plan.logprobs is not None:
                 assert logits is not None
-                rows, own = (self._moved(t) for t in (plan.told.logits, plan.told.tokens))
-                found += rank(logits[rows], chosen[own].clamp(min=0), plan.told.count)
+                rows, own = (self._moved(t) for t in (plan.logprobs.logits, plan.logprobs.tokens))
+                found += rank(logits[rows], chosen[own].clamp(min=0), plan.logprobs.count)
             if not self._on_gpu:
                 return Executed(logits, chosen, None, _pair(found))
             found = [_to_host(tensor) for tensor in found]
@@ -345,7 +345,7 @@ class GpuRunner:
 
     def step_times(self) -> dict[int, float]:
         """Seconds of the captured steps of decodes by their rows, all of which stand for nothing;
-        nothing is told where other ranks would have to take part."""
+        no logprobs where other ranks would have to take part."""
         alone = {} if self._ranks is not None else self._captured
         found = {}
         for size, captured in alone.items():
@@ -399,7 +399,7 @@ class GpuRunner:
         return Prepared(work, rows, parts, plan, block, places(rows, plan.size))
 
     def _planned(self, work: Work, size: Size | WholeSize) -> tuple[StepPlan, HostBlock]:
-        """A step as the device is told of it, and the block that says so."""
+        """A step as the device gets it, and the block that says so."""
         block = self._block_for(size)
         write_step(block.arrays, work, size)
         edits = self._edits.new_for(work)
@@ -519,7 +519,7 @@ class GpuRunner:
     def _known(self, x: Mapping[str, Tensor]) -> Tensor:
         """Ids of tokens; of those that the host did not know, what was chosen for their index."""
         ids = torch.where(x["ids"] == PENDING, self._tokens[x["batch_index"]], x["ids"])
-        return ids.clamp_(min=0)  # a sequence whose logits were not finite runs on until it is told
+        return ids.clamp_(min=0)  # where logits were not finite, until the host knows it
 
     def _choose(self, logits: Tensor, x: Mapping[str, Tensor]) -> Tensor:
         if self._ranks is None:

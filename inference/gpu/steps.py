@@ -26,8 +26,8 @@ GREEDY = asdict(Draw())
 
 
 @dataclass(frozen=True)
-class ToldRows:
-    """Rows of a step whose log probabilities are told.
+class LogprobRows:
+    """Rows of a step whose log probabilities are returned.
 
     Attributes:
         logits: int64, the rows among those of logits.
@@ -42,18 +42,18 @@ class ToldRows:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step as the device is told of it.
+    """A step as the device gets it.
 
     Attributes:
         size: Says which arrays there are, and of which shapes.
         block: The arrays: uint8 on the host.
-        told: Whose log probabilities are told; None where nobody wants them.
+        logprobs: Whose log probabilities are returned; None where nobody wants them.
         edits: What is put into the device's tables before it runs; None where nothing is.
     """
 
     size: Size | WholeSize
     block: Tensor
-    told: ToldRows | None = None
+    logprobs: LogprobRows | None = None
     edits: NewEdits | None = None
 
 
@@ -156,13 +156,13 @@ def places(work: Work, size: Size | WholeSize) -> Ints:
     return rows
 
 
-def told_rows(work: Work, size: Size | WholeSize) -> ToldRows | None:
+def told_rows(work: Work, size: Size | WholeSize) -> LogprobRows | None:
     """Whose log probabilities the device tells, in the order of the slices."""
     if not work.tells:
         return None
     which = work.logprobs >= 0
     logits, tokens = (np.cumsum(work.rows) - 1)[which], places(work, size)[which]
-    return ToldRows(torch.from_numpy(logits), torch.from_numpy(tokens), int(work.logprobs.max()))
+    return LogprobRows(torch.from_numpy(logits), torch.from_numpy(tokens), int(work.logprobs.max()))
 
 
 def write_whole(arrays: Arrays, work: Work) -> None:

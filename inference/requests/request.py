@@ -44,11 +44,11 @@ class RequestParams(Strict):
             first, at = faults[0], faults[0]["loc"][:1]
             param = str(at[0]) if at else None
             same = [f["msg"].removeprefix("Input ") for f in faults if f["loc"][:1] == at]
-            told = " or ".join(dict.fromkeys(same))  # several where several types are allowed
+            allowed = " or ".join(dict.fromkeys(same))  # several where several types are allowed
             found = repr(first["input"])
             if len(found) > MOST_TOLD:
                 found = f"{found[:MOST_TOLD]}..."
-            raise RequestError(f"{param}: {told}; found {found}", param) from error
+            raise RequestError(f"{param}: {allowed}; found {found}", param) from error
 
 
 class SamplingParams(RequestParams):
@@ -75,7 +75,7 @@ class SamplingParams(RequestParams):
         logprobs: Give the log probabilities of the so many most likely tokens, and of the chosen
             one, of the model's own distribution: before penalties and temperature.
         prompt_logprobs: The same for the prompt's tokens.
-        prompt_logprobs_start: The first token of the prompt to be told of; what comes before it may
+        prompt_logprobs_start: The first token of the prompt whose log probability is returned; what comes before it may
             then be shared with other prompts.
         constraint: What the text must be. An end token comes where it is complete and no sooner,
             and when nothing else may come the request ends: also where `ignore_eos` or
@@ -169,7 +169,7 @@ class RequestOutput:
         token_ids: Generated tokens so far, an end token included.
         pieces: Their text so far, piece by piece; see `text`. That of a request that has ended is
             decoded when it is first looked at.
-        told: How many of them the request's previous output told; see `delta`.
+        returned: How many of them the request's previous output returned; see `delta`.
         finish_reason: `stop` (end token or stop text), `length`, `abort`, `error`; None before.
         error: Why, where the reason is `error`.
         param: The parameter whose fault that is, if one's: a constraint shows only after its
@@ -185,7 +185,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     token_ids: Sequence[int] = ()
     pieces: Sequence[str] = ()
-    told: int = 0
+    returned: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
     param: str | None = None
@@ -206,7 +206,7 @@ class RequestOutput:
     @property
     def delta(self) -> str:
         """What the text gained since the request's previous output."""
-        return "".join(self.pieces[self.told :])
+        return "".join(self.pieces[self.returned :])
 
     @property
     def finished(self) -> bool:

@@ -31,7 +31,7 @@ from inference.scheduling.work import Work
 
 MakeMatcher = Callable[[Sequence[int]], Matcher]
 NOT_FINITE = "the model's logits hold NaN or infinity; check the checkpoint"
-Told = dict[int, dict[int, float]]  # log probabilities by place
+PlaceLogprobs = dict[int, dict[int, float]]  # log probabilities by place
 PATIENCE = 0.005  # seconds for which an idle engine waits for a constraint to be compiled
 
 
@@ -108,19 +108,19 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         self._scheduler.fork(request.sequence, other.sequence)
 
     def take_candidates(self) -> dict[str, Logprobs]:
-        """What held requests may go on with: {token: log probability}; told once."""
-        told, self.candidates = self.candidates, {}
-        return told
+        """What held requests may go on with: {token: log probability}; given once."""
+        found, self.candidates = self.candidates, {}
+        return found
 
     def take_tokens(
-        self, places: Ints, tokens: Ints, told: Told, now: float | None = None
+        self, places: Ints, tokens: Ints, logprobs: PlaceLogprobs, now: float | None = None
     ) -> StepResult:
         """Give running requests their next tokens.
 
         Args:
             places: Whose.
             tokens: The token of each; negative where its logits were not finite.
-            told: By place, the log probabilities of those that want them.
+            logprobs: By place, the log probabilities of those that want them.
             now: Seconds at which the tokens were there; default: now.
         """
         finite = tokens >= 0
@@ -130,8 +130,8 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             places, tokens = places[finite], tokens[finite]
         batch = self._scheduler.batch
         for place in places[batch.logprobs[places] >= 0].tolist():
-            result.logprobs.append((batch.names[place], told[place]))
-            self._at(place).note_logprobs(told[place])
+            result.logprobs.append((batch.names[place], logprobs[place]))
+            self._at(place).note_logprobs(logprobs[place])
         watched = batch.take(places, tokens, time.perf_counter() if now is None else now)
         result.names = [batch.names[place] for place in places.tolist()]
         result.tokens = tokens.tolist()
@@ -140,7 +140,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         return result
 
     def take_chosen(
-        self, work: Work, which: Ints, firsts: Ints, tokens: Ints, told: Told
+        self, work: Work, which: Ints, firsts: Ints, tokens: Ints, logprobs: PlaceLogprobs
     ) -> StepResult:
         """Give requests what a device chose for their slices.
 
@@ -152,12 +152,12 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             which: Indices of slices of it.
             firsts: The row of each one's last token; those of its drafts follow.
             tokens: The token chosen after each row; negative where logits were not finite.
-            told: By row, the log probabilities of those that want them.
+            logprobs: By row, the log probabilities of those that want them.
         """
 
-        def choose(places: Ints, rows: Ints) -> tuple[Ints, Told]:
+        def choose(places: Ints, rows: Ints) -> tuple[Ints, PlaceLogprobs]:
             own = zip(places.tolist(), rows.tolist(), strict=True)
-            return tokens[rows], {place: told[row] for place, row in own if row in told}
+            return tokens[rows], {place: logprobs[row] for place, row in own if row in logprobs}
 
         result, now, all_ = StepResult(), time.perf_counter(), np.ones(len(which), np.bool_)
         served, accepted = self._take_plain(work, which, firsts, all_, tokens, now, result)
@@ -191,18 +191,20 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         takes = sound & work.samples[which]
         for i in np.flatnonzero(takes & batch.held_by_client[places]).tolist():
             request, takes[i] = self._at(int(places[i])), False
-            assert request.told is not None
-            self.candidates[request.sequence.name] = likeliest(logits[firsts[i]], request.told)
+            assert request.candidates is not None
+            self.candidates[request.sequence.name] = likeliest(
+                logits[firsts[i]], request.candidates
+            )
         result = self.take_tokens(places[~sound], np.full(np.count_nonzero(~sound), -1), {})
         likely = np.where(finite, _likeliest_of(logits, counts, drafts), -1)
         now = time.perf_counter()
         plain = takes & batch.greedy[places] & batch.on_device(places)
         served, accepted = self._take_plain(work, which, firsts, plain, likely, now, result)
 
-        def choose(own: Ints, rows: Ints) -> tuple[Ints, Told]:
+        def choose(own: Ints, rows: Ints) -> tuple[Ints, PlaceLogprobs]:
             tokens, ok = np.full(len(own), -1), finite[rows]
-            tokens[ok], told = self._choose(own[ok], logits, rows[ok], likely[rows[ok]])
-            return tokens, told
+            tokens[ok], logprobs = self._choose(own[ok], logits, rows[ok], likely[rows[ok]])
+            return tokens, logprobs
 
         rest = takes & ~served
         accepted[rest] = self._take_rows(work, which[rest], firsts[rest], choose, result, now)
@@ -214,7 +216,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         work: Work,
         which: Ints,
         firsts: Ints,
-        choose: Callable[[Ints, Ints], tuple[Ints, Told]],
+        choose: Callable[[Ints, Ints], tuple[Ints, PlaceLogprobs]],
         result: StepResult,
         now: float,
     ) -> Ints:
@@ -224,8 +226,8 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             work: The step.
             which: Indices of slices of it.
             firsts: The row of each one's last token; those of its drafts follow.
-            choose: The tokens of places from a row each, and what is told of them, by place.
-            result: What the step gave; it is told the tokens.
+            choose: The tokens of places from a row each, and their log probabilities, by place.
+            result: What the step gave; it takes the tokens.
             now: Seconds at which the tokens were there.
 
         Returns:
@@ -235,9 +237,9 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         accepted, going = np.zeros(len(which), np.int64), np.arange(len(which))
         while len(going):
             own = places[going]
-            tokens, told = choose(own, firsts[going] + accepted[going])
+            tokens, logprobs = choose(own, firsts[going] + accepted[going])
             expected = batch.ids[own, batch.known[own]]  # overwritten by what comes
-            result += self.take_tokens(own, tokens, told, now)
+            result += self.take_tokens(own, tokens, logprobs, now)
             right = (accepted[going] < drafts[going]) & (tokens == expected)
             accepted[going] += right
             alive = batch.serial[own] == work.serials[which[going]]
@@ -284,10 +286,10 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             half = scheduler.max_batched_tokens // 2
             scheduler.max_batched_tokens = max(half, scheduler.max_batch_size)
             return []
-        told = f"memory was too small for a step ({error}); older requests went on"
+        reason = f"memory was too small for a step ({error}); older requests went on"
         newest = sorted(scheduler.running, key=lambda sequence: sequence.order)
         newest = newest[-max(1, len(newest) // 2) :]
-        return [self.finish(self[sequence.name], "error", told) for sequence in newest]
+        return [self.finish(self[sequence.name], "error", reason) for sequence in newest]
 
     def drop(self) -> None:
         """Forget all of them, and whatever is cached, after a step that failed."""
@@ -309,7 +311,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         now: float,
         result: StepResult,
     ) -> tuple[Bools, Ints]:
-        """Give requests of which nothing is told, and no token is watched, all their tokens.
+        """Give requests whose log probabilities nobody wants, and of which no token is watched, all their tokens.
 
         Args:
             work: The step.
@@ -318,7 +320,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             among: Those whose tokens are what `chosen` says.
             chosen: The token that comes after each row; negative where logits are not finite.
             now: Seconds at which the tokens were there.
-            result: What the step gave; it is told the tokens.
+            result: What the step gave; it takes the tokens.
 
         Returns:
             Who was given tokens, and how many drafts of each came.
@@ -348,8 +350,10 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             self._look_at(self._at(place), result)
         return served, accepted
 
-    def _choose(self, places: Ints, logits: Tensor, rows: Ints, likely: Ints) -> tuple[Ints, Told]:
-        """The next tokens of requests from a row of logits each, and what is told of them.
+    def _choose(
+        self, places: Ints, logits: Tensor, rows: Ints, likely: Ints
+    ) -> tuple[Ints, PlaceLogprobs]:
+        """The next tokens of requests from a row of logits each, and their log probabilities.
 
         Args:
             places: Whose.
@@ -360,21 +364,21 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         batch, tokens = self._scheduler.batch, likely.copy()
         for i in np.flatnonzero(~(batch.greedy[places] & batch.on_device(places))).tolist():
             tokens[i] = self._at(int(places[i])).choose(logits[rows[i]])
-        told: Told = {}
+        logprobs: PlaceLogprobs = {}
         counts = batch.logprobs[places]
         for count in set(counts[counts >= 0].tolist()):
             own = np.flatnonzero(counts == count)
             found = top_logprobs(logits[torch.from_numpy(rows[own])], tokens[own].tolist(), count)
-            told |= zip(places[own].tolist(), found, strict=True)
-        return tokens, told
+            logprobs |= zip(places[own].tolist(), found, strict=True)
+        return tokens, logprobs
 
     def _look_at(self, request: ActiveRequest, result: StepResult) -> None:
-        """See whether a request that has a new token ends, and what else is to be told."""
+        """See whether a request that has a new token ends, and note it in the result."""
         if request.prompt_logprobs is not None and len(request.tokens) == 1:
             result.prompt_logprobs[request.sequence.name] = request.prompt_logprobs
         if reason := request.ending():
-            told = "no token goes on with what its constraint asks" if reason == "error" else None
-            result.finished.append(self.finish(request, reason, told))
+            fault = "no token goes on with what its constraint asks" if reason == "error" else None
+            result.finished.append(self.finish(request, reason, fault))
 
     def _fail(self, place: int) -> RequestOutput:
         return self.finish(self._at(place), "error", NOT_FINITE)

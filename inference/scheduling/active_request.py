@@ -40,7 +40,7 @@ class ActiveRequest:
         tokenizer: A transformers tokenizer.
         ends: Tokens that end it.
         limit: Most tokens of prompt and output.
-        told: If it is held: how many of the likeliest tokens are told whenever the next one is to
+        candidates: If it is held: how many of the likeliest tokens are returned whenever the next one is to
             come, which its client then chooses (`Engine.hold`).
 
     Attributes:
@@ -49,7 +49,7 @@ class ActiveRequest:
         params: How it is decoded.
         logprobs: Of each generated token; None where they are not wanted.
         prompt_logprobs: Of the prompt's tokens, as far as they are known; None likewise.
-        told: How many tokens are told; None where it is not held.
+        candidates: How many tokens are returned; None where it is not held.
         matcher: Says which tokens may come, where it has a constraint.
     """
 
@@ -63,9 +63,14 @@ class ActiveRequest:
         tokenizer: Any,
         ends: frozenset[int],
         limit: int,
-        told: int | None = None,
+        candidates: int | None = None,
     ) -> None:
-        self.prompt, self.params, self._ends, self.told = list(prompt), params, ends, told
+        self.prompt, self.params, self._ends, self.candidates = (
+            list(prompt),
+            params,
+            ends,
+            candidates,
+        )
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None
         if params.prompt_logprobs is not None:
@@ -74,13 +79,15 @@ class ActiveRequest:
         self._times: list[float] = []
         self._arrival = time.perf_counter()
         self._detokenizer = Detokenizer(tokenizer, params.stop)
-        self._told = 0  # pieces of the text that outputs have told
+        self._returned = 0  # pieces of the text that outputs have returned
         seed = secrets.randbits(63) if params.seed is None else params.seed
         least = log_min_p(params.min_p)
         draw = Draw(params.temperature, params.top_p, params.top_k, least, seed)
         self._seed, terms = seed, self._terms(draw, limit)
         whole = self.wants_prompt_logits
-        self.sequence = TokenSequence(name, list(prompt), terms, whole=whole, held=told is not None)
+        self.sequence = TokenSequence(
+            name, list(prompt), terms, whole=whole, held=candidates is not None
+        )
         self.sequence.findable = self._findable
         self.sequence.next_masks = self.next_masks
 
@@ -92,10 +99,12 @@ class ActiveRequest:
         )
         biases = biases_of(params, self._ends)
         edited = bool(params.logit_bias) or params.constraint is not None
-        told = params.logprobs is not None  # of logits as the model gave them: not edited in place
+        logprobs = (
+            params.logprobs is not None
+        )  # of logits as the model gave them: not edited in place
         fits = biases is None or len(biases.tokens) <= MOST_EDITS
-        free = self.told is None and fits and not (edited and told)
-        least = prompt + params.min_tokens if biases and told else 0
+        free = self.candidates is None and fits and not (edited and logprobs)
+        least = prompt + params.min_tokens if biases and logprobs else 0
         if least or not (plain and free):
             biases = None
         return Terms(
@@ -118,7 +127,7 @@ class ActiveRequest:
 
     @property
     def _first_told(self) -> int:
-        """The first token of the prompt whose log probability is told, if any is."""
+        """The first token of the prompt whose log probability is returned, if any is."""
         return min(max(1, self.params.prompt_logprobs_start), len(self.prompt))
 
     @property
@@ -210,7 +219,7 @@ class ActiveRequest:
             self.prompt,
             token_ids=tokens,
             pieces=text,
-            told=self._told,
+            returned=self._returned,
             finish_reason=reason,
             error=error,
             param=param,
@@ -223,14 +232,14 @@ class ActiveRequest:
     def snapshot(self) -> RequestOutput:
         """Its state as it is now, safe from later steps; costs the same at any length."""
         self._read()
-        pieces, told = self._detokenizer.pieces, self._told
-        self._told = len(pieces)
+        pieces, returned = self._detokenizer.pieces, self._returned
+        self._returned = len(pieces)
         return RequestOutput(
             self.sequence.name,
             self.prompt,
             token_ids=_as_now(self.tokens),
             pieces=_as_now(pieces),
-            told=told,
+            returned=returned,
             logprobs=None if self.logprobs is None else _as_now(self.logprobs),
             prompt_logprobs=(
                 None if self.prompt_logprobs is None else _as_now(self.prompt_logprobs)

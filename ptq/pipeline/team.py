@@ -25,7 +25,7 @@ class Team(BlockWorkers):
             method: Prepared for it.
             name: What a person calls it.
         """
-        told = len(work.events)
+        known = len(work.events)
         parts = method.parts(work, len(self)) if len(self) > 1 else []
         if len(parts) < 2:
             method.solve(work)
@@ -35,29 +35,29 @@ class Team(BlockWorkers):
             for _, part in solved:
                 work.events += part.events
                 work.smoothing += part.smoothing
-        work.events[told:] = _in_order(work, work.events[told:])
+        work.events[known:] = _in_order(work, work.events[known:])
 
-    def over_layers(self, work: BlockWork, told: str, run: Callable[[BlockWork], T]) -> list[T]:
+    def over_layers(self, work: BlockWork, what: str, run: Callable[[BlockWork], T]) -> list[T]:
         """What `run` gives for parts of a block's layers, on their devices, in no certain number.
 
         Args:
             work: The block at work.
-            told: What is done, for the message of an error.
+            what: Name of the work in the message of an error.
             run: Looks at the targets of what it gets alone.
         """
         if len(self) == 1:
             return [run(work)]
-        return self.over(layer_parts(work, len(self)), work, told, run)
+        return self.over(layer_parts(work, len(self)), work, what, run)
 
     def over(
-        self, parts: Sequence[Part], work: BlockWork, told: str, run: Callable[[BlockWork], T]
+        self, parts: Sequence[Part], work: BlockWork, what: str, run: Callable[[BlockWork], T]
     ) -> list[T]:
         """What `run` gives for each part of a block; arguments as of `over_layers`."""
 
         def task(part: Part, worker: int) -> T:
             return run(work.part(self.block(worker), part.targets, part.groups))
 
-        return self.spread([Task(f"{told} of {p.told}", p.cost, partial(task, p)) for p in parts])
+        return self.spread([Task(f"{what} of {p.told}", p.cost, partial(task, p)) for p in parts])
 
 
 def _solved(method: Method, part: BlockWork) -> tuple[Method, BlockWork]:

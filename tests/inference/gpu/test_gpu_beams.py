@@ -49,9 +49,9 @@ class FakeGpuEngine:
                 if source * 64 + offset in held:
                     self.cache[target * 64 + offset] = held[source * 64 + offset]
 
-    def request(self, name, prompt, params, told=None) -> ActiveRequest:
+    def request(self, name, prompt, params, candidates=None) -> ActiveRequest:
         ends = frozenset() if told else self.end_tokens
-        return ActiveRequest(name, prompt, params, Letters(), ends, LIMIT, told=told)
+        return ActiveRequest(name, prompt, params, Letters(), ends, LIMIT, candidates=candidates)
 
     def hold(self, prompt, *, top, beams, max_tokens, stop_token_ids, request_id):
         request = self.request(request_id, prompt, SamplingParams(max_tokens=max_tokens), top)
