@@ -73,8 +73,8 @@ FLOORS = {
         server""",
     "inference.server": """
         settings messages page
-        schema token_stream
-        tools open_requests text_stream
+        schema stream
+        tools open_requests
         engine_client arguments
         served_engine data_parallel vllm
         engine metrics

@@ -32,7 +32,7 @@ from inference.server.messages import (
     ToEngine,
 )
 from inference.server.open_requests import OpenRequests, QueueLimits
-from inference.server.token_stream import TokenStream
+from inference.server.stream import DeltaStream
 
 State = Literal["starting", "ready", "draining", "dead"]
 STOPPING = "the server is stopping"
@@ -141,14 +141,14 @@ class EngineClient:
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, new_tokens: int | None = None
-    ) -> TokenStream:
+    ) -> DeltaStream:
         """Queue a request; its stream tells its tokens, and cancels it.
 
         What only the engine can refuse, such as a grammar, its stream raises when it is first read.
 
         Args:
             prompt: Token ids.
-            params: How it is decoded; `inference.server.text_stream` looks for its stop texts.
+            params: How it is decoded; the stream looks for its stop texts.
             new_tokens: Those of the prompt that the engine should have to compute; default: all.
 
         Raises:
@@ -160,7 +160,7 @@ class EngineClient:
             params = params.model_copy(update={"stop": ()})
         self._admit(prompt, params.stop_token_ids)
         name = next(self._names)
-        stream = TokenStream(name, self._cancelled)
+        stream = DeltaStream(name, self._cancelled)
         self._open.add(name, len(prompt), stream, new_tokens)
         self._send(Submit(name, list(prompt), params))
         return stream

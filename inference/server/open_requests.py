@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inference.server.messages import Measures, Step
-from inference.server.token_stream import TokenStream
+from inference.server.stream import DeltaStream
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class OpenRequest:
         made: Tokens that came.
     """
 
-    stream: TokenStream | None
+    stream: DeltaStream | None
     prompt: int
     arrival: float
     last: float = 0.0
@@ -72,13 +72,13 @@ class OpenRequests:
         """Of all of them."""
         return [*self._requests]
 
-    def stream(self, name: str) -> TokenStream | None:
+    def stream(self, name: str) -> DeltaStream | None:
         """The stream of one; None where it has none, or has ended."""
         request = self._requests.get(name)
         return None if request is None else request.stream
 
     def add(
-        self, name: str, prompt: int, stream: TokenStream | None, new_tokens: int | None = None
+        self, name: str, prompt: int, stream: DeltaStream | None, new_tokens: int | None = None
     ) -> None:
         """Take a request of so many tokens in, of which so many are to be computed, or all."""
         self._requests[name] = OpenRequest(stream, prompt, time.perf_counter())

@@ -9,7 +9,7 @@ from inference.beam_search import BeamParams, Hypothesis
 from inference.requests.request import SamplingParams
 from inference.server.engine_client import EngineClient, State
 from inference.server.messages import EngineInfo
-from inference.server.token_stream import TokenStream
+from inference.server.stream import DeltaStream
 
 
 class ServedEngine(Protocol):
@@ -53,7 +53,7 @@ class ServedEngine(Protocol):
         """Wait until no request can be answered any more; gives the reason."""
         ...
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> TokenStream:
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> DeltaStream:
         """Queue a request."""
         ...
 

@@ -12,7 +12,7 @@ from inference.requests.request import SamplingParams
 from inference.server.data_parallel.router import Load, Route, Router
 from inference.server.engine_client import EngineClient, State, Unavailable
 from inference.server.messages import EngineInfo
-from inference.server.token_stream import TokenStream
+from inference.server.stream import DeltaStream
 
 LOG = logging.getLogger("ptq.serve")
 
@@ -121,7 +121,7 @@ class EngineFleet:
                 wait.cancel()
         return self.reason or ""
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> TokenStream:
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> DeltaStream:
         """Queue a request at the engine that has the least to compute for it.
 
         Raises:

@@ -14,7 +14,7 @@ from inference.server.messages import Logprobs
 from inference.server.schema.chat import AnyMessage, ChatBody, template_messages
 from inference.server.schema.completions import TokenizeBody
 from inference.server.schema.generation import constraint_of
-from inference.server.tools.parser import Delta
+from inference.server.tools.parser import MessageDelta
 from inference.server.tools.use import ToolUse
 
 
@@ -50,7 +50,7 @@ class Part:
         finish_reason: Why it ended; None before.
     """
 
-    deltas: list[Delta] = field(default_factory=list)
+    deltas: list[MessageDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: Reason | None = None
@@ -149,5 +149,5 @@ class ChatCall:
         for answer, reader in zip(made, self._readers(len(made)), strict=True):
             self.usage.add(answer)
             gained, reason = reader.read(answer.text, answer.finish_reason)
-            parts.append(Part(gained, answer.token_ids, answer.logprobs, reason))
+            parts.append(Part(gained, answer.token_ids, answer.logprobs or [], reason))
         return parts

@@ -19,7 +19,13 @@ from inference.server.generation.served_model import ServedModel
 from inference.server.http.body import ApiError, read_body
 from inference.server.http.responses import EventStream, Json, dumps, unless_gone
 from inference.server.schema.chat import ChatBody
-from inference.server.tools.parser import CallDelta, ContentDelta, Delta, ToolCall, join_deltas
+from inference.server.tools.parser import (
+    CallDelta,
+    ContentDelta,
+    MessageDelta,
+    ToolCall,
+    join_deltas,
+)
 
 
 async def chat(request: Request, served: ServedModel) -> Response:
@@ -141,7 +147,7 @@ def _plain(index: int, part: Part) -> list[str]:
     ]
 
 
-def _told(delta: Delta) -> dict[str, Any]:
+def _told(delta: MessageDelta) -> dict[str, Any]:
     """What a message gains."""
     if isinstance(delta, ContentDelta):
         return {"content": delta.text}

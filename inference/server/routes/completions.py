@@ -19,7 +19,6 @@ from starlette.responses import Response
 
 from inference.requests.request import SamplingParams
 from inference.server.generation.choices import (
-    Answer,
     answers,
     beam_answers,
     check_beams,
@@ -34,7 +33,7 @@ from inference.server.http.body import ApiError, read_body
 from inference.server.http.responses import EventStream, Json, dumps, unless_gone
 from inference.server.messages import Logprobs
 from inference.server.schema.completions import CompletionBody, GenerateBody
-from inference.server.text_stream import TextDelta, TextStream
+from inference.server.stream import Delta, DeltaStream
 
 MAX_TOKENS = 16  # OpenAI's default
 
@@ -133,10 +132,10 @@ class Completion:
 
         return cls(served, body, *await served.in_thread(tokenize))
 
-    def _submit(self) -> list[TextStream]:
+    def _submit(self) -> list[DeltaStream]:
         return submit(self._served, self.prompts, self._params, self.body.stops, self._each)
 
-    async def _search(self) -> list[Answer]:
+    async def _search(self) -> list[Delta]:
         most = [params.max_tokens for params in self._params]
         return await beam_answers(self._served, self.prompts, self.body, most, self.body.logprobs)
 
@@ -152,7 +151,7 @@ class Completion:
             made = await self._search()
         else:
             made = await answers(self._submit())
-        best: list[Answer] = []
+        best: list[Delta] = []
         for place in range(0, len(made), self._each):
             group = made[place : place + self._each]
             if self._each > self._n:
@@ -204,7 +203,7 @@ class Choice:
             self._logprobs = CompletionLogprobs(texts, body.logprobs)
         self._first = True
 
-    def part(self, delta: TextDelta | Answer) -> dict[str, Any]:
+    def part(self, delta: Delta) -> dict[str, Any]:
         """What came, or all of it; the first part begins with the prompt where it is echoed."""
         text, tokens = delta.text, delta.token_ids
         logprobs: list[Logprobs | None] = list(delta.logprobs or ())

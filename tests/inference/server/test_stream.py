@@ -9,7 +9,6 @@ import pytest
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-from inference.server.text_stream import TextStream
 from tests.inference.server.fake_engine import FakeEngine
 
 PROMPT = [40, 41, 42]
@@ -33,7 +32,7 @@ def streamed(engine: Engine, asked: SamplingParams, *, slow: bool) -> tuple[list
         stream = fake.client.submit(PROMPT, asked)
         while slow and fake.running:
             await asyncio.sleep(0)
-        text = TextStream(stream, engine.tokenizer, asked.stop, asked.min_tokens)
+        text = stream.detokenize(engine.tokenizer, asked.stop, asked.min_tokens)
         async with text:
             return [delta async for delta in text]
 
@@ -79,7 +78,7 @@ def test_tokens_whose_text_is_held_back_come_with_the_next(engine):
 
     async def run() -> list:
         stream = fake.client.submit(PROMPT, SamplingParams(max_tokens=9))
-        return [delta async for delta in TextStream(stream, engine.tokenizer)]
+        return [delta async for delta in stream.detokenize(engine.tokenizer)]
 
     first, last = asyncio.run(run())
     assert (first.text, first.token_ids) == ("é", tokens)
@@ -93,7 +92,7 @@ def test_a_text_that_is_complete_without_an_end_token_is_told_whole(engine, end)
 
     async def run() -> list:
         stream = fake.client.submit(PROMPT, SamplingParams(max_tokens=9))
-        return [delta async for delta in TextStream(stream, engine.tokenizer, ends={0})]
+        return [delta async for delta in stream.detokenize(engine.tokenizer, ends={0})]
 
     found = asyncio.run(run())
     assert "".join(delta.text for delta in found) == "{}"
