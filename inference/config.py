@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
 from formats.errors import EngineError
 from formats.scheme import Strict
+from inference.proposers import draft_methods
 from inference.scheduling.blocks import blocks_for
 from kernels.attention_inputs import KV_BLOCK
 
@@ -24,20 +26,30 @@ class SpeculateConfig(Strict):
             request's `reference`. `suffix`: what followed them in all that was served. `draft`:
             what a smaller model says. `eagle`: what a head says that reads the model's hidden
             states (EAGLE-3). `mtp`: what the multi-token prediction layer says that models of
-            DeepSeek-V3's build have behind their last block.
+            DeepSeek-V3's build have after their last block.
         path: Of `draft` and `eagle`: the model or head, a folder or `organization/model` on the
             Hugging Face hub. Of `mtp`: the checkpoint with that layer; default: the model's own.
         depth: Drafts of each request in a step; default: as many as pay, none where none do.
     """
 
-    method: Literal["ngram", "suffix", "draft", "eagle", "mtp"]
+    method: str
     path: str | None = None
     depth: int | None = Field(default=None, ge=1, le=64)
 
+    @field_validator("method", mode="before")
+    @classmethod
+    def _check_method(cls, found: object) -> object:
+        names = tuple(draft_methods())
+        if found not in names:
+            *others, last = map(repr, names)
+            expected = f"{', '.join(others)} or {last}"
+            raise PydanticKnownError("literal_error", {"expected": expected})
+        return found
+
     @model_validator(mode="after")
     def _check_path(self) -> Self:
-        needed = self.method in ("draft", "eagle")
-        if self.method != "mtp" and (self.path is None) == needed:
+        own = draft_methods()[self.method]
+        if not own.takes_path and (self.path is None) == (own.needs is not None):
             told = "needs a path" if self.path is None else f"takes no path; found {self.path!r}"
             raise EngineError(f"speculate: method {self.method} {told}")
         return self

@@ -4,7 +4,7 @@ there are no compiled kernels.
 Arguments and results are those of the op of the same name. Two promises hold here as there: what is
 rounded to integers has the same bits as in the compiled kernels, and a row has the same bits
 whatever other rows share the call. For the second, only operations are used whose result for an
-element does not depend on where the element lies: `torch.exp` has one code for whole vectors and
+element does not depend on where the element is: `torch.exp` has one code for whole vectors and
 for remainders, `torch.sigmoid` and `F.silu` have two, which differ in the last bit.
 
 Integer products: the integers are held in fp32, where products of two of them add up exactly as

@@ -37,7 +37,7 @@ def emit_rest(
 ) -> None:
     """Copy every tensor that belongs to no decoder block, bit for bit, but for one of that name.
 
-    What lies behind the last block, as layers do that predict further tokens (DeepSeek-V3), is left
+    What is after the last block, as layers do that predict further tokens (DeepSeek-V3), is left
     out: nothing runs it, and it is not calibrated.
     """
     parents = {block.rpartition(".")[0] for block in blocks}
