@@ -77,7 +77,7 @@ FLOORS = {
         schema stream
         tools open_requests
         engine_client arguments
-        served_engine data_parallel vllm
+        data_parallel vllm
         engine metrics
         http
         generation serving

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from formats.errors import PTQError
+from inference.server.engine_client import ServedEngine
 from inference.server.generation.served_model import ServedModel
 from inference.server.http import openapi
 from inference.server.http.body import ApiError, api_error
@@ -30,7 +31,6 @@ from inference.server.schema.completions import (
     TokenizeBody,
 )
 from inference.server.schema.responses import ResponsesBody
-from inference.server.served_engine import ServedEngine
 from inference.server.settings import ServerSettings
 
 Handler = Callable[[Request, ServedModel], Awaitable[Response]]

@@ -7,10 +7,10 @@ Nothing here waits for the engine, and the engine waits for nothing here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Literal
+from typing import Literal, Protocol
 
 from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamParams, Hypothesis
@@ -296,3 +296,60 @@ class EngineClient:
         """Wake those that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+class ServedEngine(Protocol):
+    """What the application asks of an engine, or of several as one.
+
+    `EngineClient` and `EngineFleet` document each of these.
+    """
+
+    @property
+    def state(self) -> State:
+        """Whether requests are taken."""
+        ...
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is dead; None before."""
+        ...
+
+    @property
+    def info(self) -> EngineInfo:
+        """What engine it is; of several, what they are together."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait or run."""
+        ...
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """Each engine."""
+        ...
+
+    @property
+    def routed(self) -> Sequence[Mapping[str, int]]:
+        """Requests that were sent to each engine, by what decided; empty where there is one."""
+        ...
+
+    async def ready(self) -> EngineInfo:
+        """Wait until requests are taken."""
+        ...
+
+    async def dead(self) -> str:
+        """Wait until no request can be answered any more; gives the reason."""
+        ...
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> DeltaStream:
+        """Queue a request."""
+        ...
+
+    async def beam(self, prompt: Sequence[int], params: BeamParams) -> list[Hypothesis]:
+        """Search for the likeliest continuations."""
+        ...
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, and wait for the end of all."""
+        ...

@@ -24,10 +24,10 @@ from formats.text_tokens import (
 )
 from inference.prompts import PromptFormat
 from inference.requests.request import check_tokens
+from inference.server.engine_client import ServedEngine
 from inference.server.generation.logprobs import TokenTexts
 from inference.server.http.body import ApiError
 from inference.server.metrics import Metrics
-from inference.server.served_engine import ServedEngine
 from inference.server.settings import ServerSettings
 from inference.server.tools.use import tool_support
 
