@@ -137,7 +137,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Of the router: no such route (404), or none for the method (405)."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    told = f"{path}: there is no such route; /openapi.json tells which there are"
+    message = f"{path}: there is no such route; /openapi.json tells which there are"
     if error.status_code == 405:
-        told = f"{path}: it has no {request.method}, but {(error.headers or {}).get('Allow')}"
-    return Refusal(ApiError(error.status_code, told, headers=error.headers))
+        message = f"{path}: it has no {request.method}, but {(error.headers or {}).get('Allow')}"
+    return Refusal(ApiError(error.status_code, message, headers=error.headers))

@@ -111,11 +111,11 @@ class EngineFleet:
         waits = {asyncio.ensure_future(engine.dead()) for engine in self.engines}
         try:
             while self.state != "dead":
-                told = len(self.losses)
+                logged = len(self.losses)
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 waits = {wait for wait in waits if not wait.done()}
                 if self.state != "dead":
-                    self._log(self.losses[told:] or self.losses)
+                    self._log(self.losses[logged:] or self.losses)
         finally:
             for wait in waits:
                 wait.cancel()

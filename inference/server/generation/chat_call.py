@@ -56,7 +56,7 @@ class Part:
     finish_reason: Reason | None = None
 
     def add(self, later: Part) -> None:
-        """Take what came later."""
+        """Append what it gained after this."""
         self.deltas += later.deltas
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
@@ -75,7 +75,7 @@ class ChatCall:
     Attributes:
         body: What was asked.
         prompt: Token ids of the chat.
-        top: How many log probabilities are told of each token; None for none.
+        top: How many log probabilities each token gets; None for none.
         usage: Tokens so far.
 
     Raises:
@@ -107,8 +107,8 @@ class ChatCall:
         """
         tools = ToolUse.of(body, served.tools, constraint_of(body.response_format))
         if tools and tools.constraint and body.beam_width is not None:
-            told = "tools: calls that have to be made or to follow a schema need sampling"
-            raise ApiError(400, f"{told}; leave out beam_width", "tools", "invalid_value")
+            message = "tools: calls that have to be made or to follow a schema need sampling"
+            raise ApiError(400, f"{message}; leave out beam_width", "tools", "invalid_value")
 
         def render() -> list[int]:
             return rendered(served, body, body.messages, tools)

@@ -114,8 +114,8 @@ def submit(
         if not idle or len(streams) <= 1:
             raise
         param = "prompt" if len(prompts) > 1 else "n"
-        told = f"{param}: {len(prompts) * each} answers are more than may wait; ask for fewer"
-        raise RequestError(told, param) from error
+        message = f"{param}: {len(prompts) * each} answers are more than may wait; ask for fewer"
+        raise RequestError(message, param) from error
     except BaseException:
         cancel(streams)
         raise
@@ -236,7 +236,7 @@ async def beam_answers(
         prompts: Token ids.
         body: What was asked.
         max_tokens: Most tokens of an answer, for each prompt.
-        logprobs: How many log probabilities are told of each token.
+        logprobs: How many log probabilities each token gets.
 
     Raises:
         RequestError: a parameter is not allowed; `param` names it.

@@ -36,7 +36,7 @@ class Usage:
 
     Args:
         prompt: Of the prompts.
-        speculates: Whether the engine makes drafts, so that it is told what became of them.
+        speculates: Whether the engine makes drafts, so that the usage counts them.
 
     Attributes:
         prompt: Of the prompts.
@@ -63,15 +63,15 @@ class Usage:
         """As OpenAI's `usage`."""
         total = self.prompt + self.completion
         fields = {"prompt_tokens": self.prompt, "completion_tokens": self.completion}
-        told = fields | {"total_tokens": total}
+        content = fields | {"total_tokens": total}
         if not self._speculates:
-            return told
+            return content
         rejected = self.drafts - self.accepted
         of_drafts = {
             "accepted_prediction_tokens": self.accepted,
             "rejected_prediction_tokens": rejected,
         }
-        return told | {"completion_tokens_details": of_drafts}
+        return content | {"completion_tokens_details": of_drafts}
 
 
 class Chunks:
@@ -79,7 +79,7 @@ class Chunks:
 
     Args:
         head: Fields that all of them have: `id`, `object`, `created`, `model`.
-        body: What was asked; its `stream_options` say what is told of usage.
+        body: What was asked; its `stream_options` choose what chunks say of usage.
         usage: Counts, kept by the caller.
     """
 

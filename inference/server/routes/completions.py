@@ -57,11 +57,13 @@ def _check(body: CompletionBody) -> None:
     if best_of is not None and best_of < n:
         raise ApiError(400, f"best_of: {best_of} is less than n, {n}", "best_of")
     if body.stream and best_of is not None and best_of > n:
-        told = "best_of: which answers are best is known at their end; leave out stream or best_of"
-        raise ApiError(400, told, "best_of")
+        message = (
+            "best_of: which answers are best is known at their end; leave out stream or best_of"
+        )
+        raise ApiError(400, message, "best_of")
     if body.max_tokens == 0 and not body.echo:
-        told = "max_tokens: 0 needs echo, for there is nothing else to tell; give 1 or more"
-        raise ApiError(400, told, "max_tokens")
+        message = "max_tokens: 0 needs echo, for there is nothing else to tell; give 1 or more"
+        raise ApiError(400, message, "max_tokens")
     check_stream(body)
 
 
@@ -78,7 +80,7 @@ class Completion:
         body: What was asked.
         prompts: Token ids of each prompt.
         echoes: What the text of each prompt's answers begins with.
-        silent: Whether no token is told, of the prompts' log probabilities only.
+        silent: Whether no token is returned, only the prompts' log probabilities.
         usage: Tokens so far.
 
     Raises:
@@ -140,7 +142,7 @@ class Completion:
         return await beam_answers(self._served, self.prompts, self.body, most, self.body.logprobs)
 
     def _choices(self) -> list[Choice]:
-        """Those that are told: n for each prompt."""
+        """Those that are returned: n for each prompt."""
         places = [place for place in range(len(self.prompts)) for _ in range(self._n)]
         texts = self._served.texts
         return [Choice(self, texts, index, place) for index, place in enumerate(places)]
@@ -160,8 +162,8 @@ class Completion:
         if not self.silent:
             for answer in made:
                 self.usage.add(answer)
-        told = zip(self._choices(), best, strict=True)
-        parts = [choice.part(answer) for choice, answer in told]
+        pairs = zip(self._choices(), best, strict=True)
+        parts = [choice.part(answer) for choice, answer in pairs]
         return self._head | {"choices": parts, "usage": self.usage.content}
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -175,8 +177,10 @@ class Completion:
                     usage.add(delta)
                 if plain and delta.finish_reason is None:
                     text = quote(delta.text)
-                    told = f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
-                    yield chunks.frame(told)
+                    choice = (
+                        f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
+                    )
+                    yield chunks.frame(choice)
                     continue
                 yield chunks.frame(dumps(choices[index].part(delta)))
         if last := chunks.last():
@@ -184,7 +188,7 @@ class Completion:
 
 
 class Choice:
-    """One answer as it is told, in parts or as one.
+    """One answer as it is returned, in parts or as one.
 
     Args:
         call: The call that it is of.
@@ -204,7 +208,7 @@ class Choice:
         self._first = True
 
     def part(self, delta: Delta) -> dict[str, Any]:
-        """What came, or all of it; the first part begins with the prompt where it is echoed."""
+        """What it gained, or all of it; the first part begins with the prompt if it is echoed."""
         text, tokens = delta.text, delta.token_ids
         logprobs: list[Logprobs | None] = list(delta.logprobs or ())
         if self._silent:

@@ -34,34 +34,34 @@ async def respond(request: Request, served: ServedModel) -> Response:
     body = await read_body(request, ResponsesBody, served.settings.limits)
     served.check_model(body.model)
     if body.top_logprobs and not body.logprobs:
-        told = "top_logprobs: they need message.output_text.logprobs in include"
-        raise ApiError(400, told, "top_logprobs")
+        message = "top_logprobs: they need message.output_text.logprobs in include"
+        raise ApiError(400, message, "top_logprobs")
     try:
         call = await unless_gone(request, ChatCall.prepare(served, body.chat()))
     except (ApiError, RequestError) as error:
         raise _of_responses(error) from error
     request.state.log["tokens"] = call.usage
-    told = ModelResponse(served, body, call)
+    response = ModelResponse(served, body, call)
     if body.stream:
-        return EventStream(told.frames(), served.settings.limits.write_seconds, done=b"")
-    return Json(await unless_gone(request, told.answer()))
+        return EventStream(response.frames(), served.settings.limits.write_seconds, done=b"")
+    return Json(await unless_gone(request, response.answer()))
 
 
 def _of_responses(error: ApiError | RequestError) -> ApiError:
     """An error of a chat with the name that its field has here."""
-    told = error if isinstance(error, ApiError) else api_error(error)
-    name = FIELDS.get(told.param or "")
+    refusal = error if isinstance(error, ApiError) else api_error(error)
+    name = FIELDS.get(refusal.param or "")
     if name is not None:
-        message = told.message.replace(f"{told.param}", name, 1)
-        return ApiError(told.status, message, name, told.code, told.headers)
-    return told
+        message = refusal.message.replace(f"{refusal.param}", name, 1)
+        return ApiError(refusal.status, message, name, refusal.code, refusal.headers)
+    return refusal
 
 
 class ResponseItems:
     """An answer's items: messages and calls, one after another.
 
     Args:
-        logprobs: What is told of the log probabilities of a part's tokens.
+        logprobs: The log probabilities of a part's tokens.
 
     Attributes:
         items: What there is, as OpenAI tells it; the last may be incomplete.
@@ -75,7 +75,7 @@ class ResponseItems:
         self._known: list[dict[str, Any]] = []  # log probabilities of tokens whose text is held
 
     def add(self, part: Part) -> list[Event]:
-        """Take what came; the events that tell of it."""
+        """Take what the answer gained; the events that say so."""
         events: list[Event] = []
         self._known += self._logprobs(part)
         for delta in part.deltas:
@@ -119,8 +119,8 @@ class ResponseItems:
         known, self._known = self._known, []
         self._texts.append(text)
         self.items[-1]["content"][0]["logprobs"] += known
-        told = {"content_index": 0, "delta": text, "logprobs": known}
-        return {"type": "response.output_text.delta", **self._place, **told}
+        content = {"content_index": 0, "delta": text, "logprobs": known}
+        return {"type": "response.output_text.delta", **self._place, **content}
 
     def _add_call(self, delta: CallDelta) -> list[Event]:
         events: list[Event] = []
@@ -150,14 +150,14 @@ class ResponseItems:
         """Tell the text of an item as one."""
         if item["type"] == "function_call":
             item["arguments"] = text
-            told = {"name": item["name"], "arguments": text}
-            return [{"type": "response.function_call_arguments.done", **self._place, **told}]
+            content = {"name": item["name"], "arguments": text}
+            return [{"type": "response.function_call_arguments.done", **self._place, **content}]
         [part] = item["content"]
         part["text"] = text
         place = {**self._place, "content_index": 0}
-        told = {"text": text, "logprobs": part["logprobs"]}
+        content = {"text": text, "logprobs": part["logprobs"]}
         return [
-            {"type": "response.output_text.done", **place, **told},
+            {"type": "response.output_text.done", **place, **content},
             {"type": "response.content_part.done", **place, "part": part},
         ]
 
@@ -186,7 +186,7 @@ class ModelResponse:
         return self._end(reason)[-1]["response"]
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """It in events; what is wrong before the first is told as an error of its own."""
+        """It in events; what is wrong before the first is an error of its own."""
         try:
             async with aclosing(self._call.parts()) as parts:
                 async for _, part in parts:
@@ -213,8 +213,8 @@ class ModelResponse:
         return [*events, {"type": f"response.{status}", "response": response}]
 
     def _failure(self, error: PTQError) -> Event:
-        told = {"code": "server_error", "message": api_error(error).message}
-        return {"type": "response.failed", "response": self._response("failed", error=told)}
+        content = {"code": "server_error", "message": api_error(error).message}
+        return {"type": "response.failed", "response": self._response("failed", error=content)}
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         """The response so far."""
@@ -227,15 +227,15 @@ class ModelResponse:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt + usage.completion,
         }
-        told = {"status": status, "output": list(self._items.items) if ended else []}
-        told |= {"usage": counts if ended else None}
-        return self._head | told | {"completed_at": int(time.time()) if ended else None} | more
+        content = {"status": status, "output": list(self._items.items) if ended else []}
+        content |= {"usage": counts if ended else None}
+        return self._head | content | {"completed_at": int(time.time()) if ended else None} | more
 
     def _logprobs(self, part: Part) -> list[dict[str, Any]]:
         if self._call.top is None:
             return []
-        told = chat_logprobs(self._texts, part.token_ids, part.logprobs, self._call.top)
-        return told["content"]
+        logprobs = chat_logprobs(self._texts, part.token_ids, part.logprobs, self._call.top)
+        return logprobs["content"]
 
     def _frame(self, events: Sequence[Event]) -> bytes:
         """Server-sent events, numbered on."""

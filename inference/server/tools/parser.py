@@ -62,7 +62,7 @@ class ToolFormat:
 
     @property
     def end(self) -> str:
-        """The text of a call behind its arguments."""
+        """The text of a call after its arguments."""
         return "}" + self.closing
 
 
@@ -244,7 +244,7 @@ class ToolParser:
         return self._take()
 
     def finish(self) -> list[MessageDelta]:
-        """No more text comes: what was held back is text, but for white space behind a call."""
+        """No more text comes: what was held back is text, but for white space after a call."""
         if self._call.complete and SPACE.issuperset(self._held):
             self._held = []
         self._show()
