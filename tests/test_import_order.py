@@ -74,10 +74,10 @@ FLOORS = {
         server""",
     "inference.server": """
         settings messages page
-        schema token_stream
-        tools open_requests text_stream
+        schema stream
+        tools open_requests
         engine_client arguments
-        served_engine data_parallel vllm
+        data_parallel vllm
         engine metrics
         http
         generation serving

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from formats.errors import PTQError
+from inference.server.engine_client import ServedEngine
 from inference.server.generation.served_model import ServedModel
 from inference.server.http import openapi
 from inference.server.http.body import ApiError, api_error
@@ -30,7 +31,6 @@ from inference.server.schema.completions import (
     TokenizeBody,
 )
 from inference.server.schema.responses import ResponsesBody
-from inference.server.served_engine import ServedEngine
 from inference.server.settings import ServerSettings
 
 Handler = Callable[[Request, ServedModel], Awaitable[Response]]
@@ -137,7 +137,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Of the router: no such route (404), or none for the method (405)."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    told = f"{path}: there is no such route; /openapi.json tells which there are"
+    message = f"{path}: there is no such route; /openapi.json tells which there are"
     if error.status_code == 405:
-        told = f"{path}: it has no {request.method}, but {(error.headers or {}).get('Allow')}"
-    return Refusal(ApiError(error.status_code, told, headers=error.headers))
+        message = f"{path}: it has no {request.method}, but {(error.headers or {}).get('Allow')}"
+    return Refusal(ApiError(error.status_code, message, headers=error.headers))

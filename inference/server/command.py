@@ -29,9 +29,8 @@ from inference.server.arguments import KEY, parser, queue_limits, sizes
 from inference.server.data_parallel.fleet import EngineFleet
 from inference.server.data_parallel.router import places, usable_cores
 from inference.server.engine.process import EngineProcess, EngineSource
-from inference.server.engine_client import EngineClient
+from inference.server.engine_client import EngineClient, ServedEngine
 from inference.server.messages import EngineInfo
-from inference.server.served_engine import ServedEngine
 from inference.server.settings import Limits, ServerSettings
 from inference.server.vllm import start_vllm
 

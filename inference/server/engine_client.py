@@ -7,10 +7,10 @@ Nothing here waits for the engine, and the engine waits for nothing here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Literal
+from typing import Literal, Protocol
 
 from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamParams, Hypothesis
@@ -32,7 +32,7 @@ from inference.server.messages import (
     ToEngine,
 )
 from inference.server.open_requests import OpenRequests, QueueLimits
-from inference.server.token_stream import TokenStream
+from inference.server.stream import DeltaStream
 
 State = Literal["starting", "ready", "draining", "dead"]
 STOPPING = "the server is stopping"
@@ -141,14 +141,14 @@ class EngineClient:
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, new_tokens: int | None = None
-    ) -> TokenStream:
+    ) -> DeltaStream:
         """Queue a request; its stream tells its tokens, and cancels it.
 
         What only the engine can refuse, such as a grammar, its stream raises when it is first read.
 
         Args:
             prompt: Token ids.
-            params: How it is decoded; `inference.server.text_stream` looks for its stop texts.
+            params: How it is decoded; the stream looks for its stop texts.
             new_tokens: Those of the prompt that the engine should have to compute; default: all.
 
         Raises:
@@ -160,7 +160,7 @@ class EngineClient:
             params = params.model_copy(update={"stop": ()})
         self._admit(prompt, params.stop_token_ids)
         name = next(self._names)
-        stream = TokenStream(name, self._cancelled)
+        stream = DeltaStream(name, self._cancelled)
         self._open.add(name, len(prompt), stream, new_tokens)
         self._send(Submit(name, list(prompt), params))
         return stream
@@ -296,3 +296,60 @@ class EngineClient:
         """Wake those that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+class ServedEngine(Protocol):
+    """What the application asks of an engine, or of several as one.
+
+    `EngineClient` and `EngineFleet` document each of these.
+    """
+
+    @property
+    def state(self) -> State:
+        """Whether requests are taken."""
+        ...
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is dead; None before."""
+        ...
+
+    @property
+    def info(self) -> EngineInfo:
+        """What engine it is; of several, what they are together."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait or run."""
+        ...
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """Each engine."""
+        ...
+
+    @property
+    def routed(self) -> Sequence[Mapping[str, int]]:
+        """Requests that were sent to each engine, by what decided; empty where there is one."""
+        ...
+
+    async def ready(self) -> EngineInfo:
+        """Wait until requests are taken."""
+        ...
+
+    async def dead(self) -> str:
+        """Wait until no request can be answered any more; gives the reason."""
+        ...
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> DeltaStream:
+        """Queue a request."""
+        ...
+
+    async def beam(self, prompt: Sequence[int], params: BeamParams) -> list[Hypothesis]:
+        """Search for the likeliest continuations."""
+        ...
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, and wait for the end of all."""
+        ...

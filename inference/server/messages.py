@@ -57,7 +57,7 @@ class Measures:
 
     Attributes:
         prompt_tokens: Of prompts whose requests have their first token.
-        generation_tokens: Tokens that came.
+        generation_tokens: Tokens that arrived.
         finished: Requests that ended, by reason: `stop`, `length`, `error`, `abort` (their client
             left, or the server stopped) and `refused` (by the engine).
         overloaded: Requests that found the queue full.
@@ -172,7 +172,7 @@ class EngineStats:
         corrupted: Requests that ended because their logits held NaN or infinity, since the start.
         failed_steps: Steps that failed, since the start.
         draft_steps: Times that a request had drafts in a step, since the start.
-        drafts_proposed: Drafts by their position behind the last token, since the start.
+        drafts_proposed: Drafts by their position after the last token, since the start.
         drafts_accepted: Those of them that were accepted: what the model chose, too.
     """
 
@@ -202,7 +202,7 @@ class Step:
         logprobs: (name, log probabilities) for each token of a request that wants them, in order.
         prompt_logprobs: (name, an entry for each token of its prompt, None for the first).
         finished: (name, reason, why where the reason is `error`) of requests that ended. What they
-            gained is told in this message or before.
+            gained is in this message or in one before it.
         drafts: (name, drafts, accepted drafts) of requests that had drafts in a step; of several
             steps, a name stands once for each.
         stats: The engine after the last of the steps.

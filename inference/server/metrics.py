@@ -20,9 +20,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from inference.server.engine_client import EngineClient
+from inference.server.engine_client import EngineClient, ServedEngine
 from inference.server.messages import WHOLE, Histogram
-from inference.server.served_engine import ServedEngine
 
 METHODS = ("GET", "POST", "HEAD", "OPTIONS")
 LABELS = ("model_name", "engine")
@@ -98,12 +97,12 @@ class Metrics:
         self._registry.register(_EngineCollector(client, model))
         ProcessCollector(registry=self._registry)
         labels = ("method", "route", "status")
-        told = "Answers by route and status."
-        self._answers = Counter("ptq:http_requests", told, labels, registry=self._registry)
-        told = "Seconds from a request's headers to the end of its answer."
+        text = "Answers by route and status."
+        self._answers = Counter("ptq:http_requests", text, labels, registry=self._registry)
+        text = "Seconds from a request's headers to the end of its answer."
         self._seconds = Timer(
             "ptq:http_request_duration_seconds",
-            told,
+            text,
             ("method", "route"),
             buckets=(0.001, 0.01, 0.1, *WHOLE),
             registry=self._registry,
@@ -140,13 +139,13 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every metric."""
-        for name, told, value in GAUGES:
-            yield self._each(GaugeMetricFamily, name, told, value)
-        for name, told, value in COUNTERS:
-            yield self._each(CounterMetricFamily, name, told, value)
+        for name, text, value in GAUGES:
+            yield self._each(GaugeMetricFamily, name, text, value)
+        for name, text, value in COUNTERS:
+            yield self._each(CounterMetricFamily, name, text, value)
         yield from self._by_label()
-        for name, told, values in HISTOGRAMS:
-            family = HistogramMetricFamily(f"ptq:{name}", told, labels=LABELS)
+        for name, text, values in HISTOGRAMS:
+            family = HistogramMetricFamily(f"ptq:{name}", text, labels=LABELS)
             for labels, engine in self._engines():
                 found = getattr(engine.measures, values)
                 family.add_metric(labels, _buckets(found), found.total)
@@ -161,22 +160,22 @@ class _EngineCollector(Collector):
         self,
         kind: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
-        told: str,
+        text: str,
         value: Callable[[EngineClient], float],
     ) -> Metric:
-        family = kind(f"ptq:{name}", told, labels=LABELS)
+        family = kind(f"ptq:{name}", text, labels=LABELS)
         for labels, engine in self._engines():
             family.add_metric(labels, value(engine))
         return family
 
     def _by_label(self) -> Iterator[Metric]:
         """Counters that have a label beside the engine's."""
-        told, name = "Accepted drafts, by position from 0 on.", "spec_decode_num_accepted_tokens"
-        drafts = CounterMetricFamily(f"ptq:{name}_per_pos", told, labels=[*LABELS, "position"])
-        told, labels = "Requests that ended, by reason.", [*LABELS, "finished_reason"]
-        ended = CounterMetricFamily("ptq:request_success", told, labels=labels)
-        told, labels = "Requests sent to an engine, by what decided.", [*LABELS, "by"]
-        routed = CounterMetricFamily("ptq:routed_requests", told, labels=labels)
+        text, name = "Accepted drafts, by position from 0 on.", "spec_decode_num_accepted_tokens"
+        drafts = CounterMetricFamily(f"ptq:{name}_per_pos", text, labels=[*LABELS, "position"])
+        text, labels = "Requests that ended, by reason.", [*LABELS, "finished_reason"]
+        ended = CounterMetricFamily("ptq:request_success", text, labels=labels)
+        text, labels = "Requests sent to an engine, by what decided.", [*LABELS, "by"]
+        routed = CounterMetricFamily("ptq:routed_requests", text, labels=labels)
         for (values, engine), ways in zip(self._engines(), self._client.routed, strict=True):
             for position, accepted in enumerate(engine.stats.drafts_accepted):
                 drafts.add_metric([*values, str(position)], accepted)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inference.server.messages import Measures, Step
-from inference.server.token_stream import TokenStream
+from inference.server.stream import DeltaStream
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class OpenRequest:
     Attributes:
         stream: Its tokens go there; None for a beam search, which gives none before its end.
         prompt: Tokens of its prompt.
-        arrival: When it came.
-        last: When its last token came; 0 before the first.
-        made: Tokens that came.
+        arrival: When it arrived.
+        last: When its last token arrived; 0 before the first.
+        made: Tokens that arrived.
     """
 
-    stream: TokenStream | None
+    stream: DeltaStream | None
     prompt: int
     arrival: float
     last: float = 0.0
@@ -61,7 +61,7 @@ class OpenRequests:
         # (tokens of the prompt, those to be computed) of requests that have no token yet
         self._queued: dict[str, tuple[int, int]] = {}
         self._queued_tokens = self.new_tokens = 0
-        self._last_tokens = -1.0  # when tokens came last
+        self._last_tokens = -1.0  # when tokens arrived last
         self._ends: deque[float] = deque(maxlen=64)  # when the last requests ended
 
     def __len__(self) -> int:
@@ -72,13 +72,13 @@ class OpenRequests:
         """Of all of them."""
         return [*self._requests]
 
-    def stream(self, name: str) -> TokenStream | None:
+    def stream(self, name: str) -> DeltaStream | None:
         """The stream of one; None where it has none, or has ended."""
         request = self._requests.get(name)
         return None if request is None else request.stream
 
     def add(
-        self, name: str, prompt: int, stream: TokenStream | None, new_tokens: int | None = None
+        self, name: str, prompt: int, stream: DeltaStream | None, new_tokens: int | None = None
     ) -> None:
         """Take a request of so many tokens in, of which so many are to be computed, or all."""
         self._requests[name] = OpenRequest(stream, prompt, time.perf_counter())
@@ -104,7 +104,7 @@ class OpenRequests:
         return min(60, max(1, round(len(self._queued) / 2 / rate)))
 
     def take_step(self, step: Step) -> None:
-        """Give what a step told to the streams."""
+        """Give what a step gained to the streams."""
         requests: Mapping[str, OpenRequest] = self._requests
         for name, prompt_logprobs in step.prompt_logprobs:
             if (stream := self.stream(name)) is not None:
@@ -146,11 +146,11 @@ class OpenRequests:
             request.made += 1
             taken += 1
             count = gained[name]
-            if request.last == now:  # told of with the first of them
+            if request.last == now:  # counted with the first of them
                 continue
             if request.last == before and count == 1:  # as nearly all
                 steady += 1
-            elif request.last:  # tokens that came together share the time
+            elif request.last:  # tokens that arrived together share the time
                 measures.inter_token.add((now - request.last) / count, count)
             else:
                 measures.inter_token.add(0.0, count - 1)

@@ -15,10 +15,9 @@ import uvicorn
 
 from formats.errors import EngineError
 from inference.server.engine.process import EngineProcess
-from inference.server.engine_client import Unavailable
+from inference.server.engine_client import ServedEngine, Unavailable
 from inference.server.http.protocol import bounded_protocol
 from inference.server.messages import EngineInfo
-from inference.server.served_engine import ServedEngine
 
 GRACE = 1.0  # seconds for which health still tells that the engine is dead
 LAST_BYTES = 5  # seconds in which clients have to take the end of what they were answered

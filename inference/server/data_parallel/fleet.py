@@ -12,7 +12,7 @@ from inference.requests.request import SamplingParams
 from inference.server.data_parallel.router import Load, Route, Router
 from inference.server.engine_client import EngineClient, State, Unavailable
 from inference.server.messages import EngineInfo
-from inference.server.token_stream import TokenStream
+from inference.server.stream import DeltaStream
 
 LOG = logging.getLogger("ptq.serve")
 
@@ -111,17 +111,17 @@ class EngineFleet:
         waits = {asyncio.ensure_future(engine.dead()) for engine in self.engines}
         try:
             while self.state != "dead":
-                told = len(self.losses)
+                logged = len(self.losses)
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 waits = {wait for wait in waits if not wait.done()}
                 if self.state != "dead":
-                    self._log(self.losses[told:] or self.losses)
+                    self._log(self.losses[logged:] or self.losses)
         finally:
             for wait in waits:
                 wait.cancel()
         return self.reason or ""
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> TokenStream:
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> DeltaStream:
         """Queue a request at the engine that has the least to compute for it.
 
         Raises:

@@ -101,15 +101,15 @@ class EngineLoop:
         self._failures = 0
         for search in self._beams.values():
             search.take(result)
-        told = self._told(result)  # now, since searches that end give blocks back
-        news = told.names or told.finished or told.prompt_logprobs
-        if news or told.stats != self._last_stats:
-            self._channel.send(told)
-        self._last_stats = told.stats
+        step = self._message(result)  # now, since searches that end give blocks back
+        news = step.names or step.finished or step.prompt_logprobs
+        if news or step.stats != self._last_stats:
+            self._channel.send(step)
+        self._last_stats = step.stats
         for search in [search for search in self._beams.values() if search.done]:
             self._end_beam(search)
 
-    def _told(self, result: StepResult) -> Step:
+    def _message(self, result: StepResult) -> Step:
         finished = []
         for output in result.finished:
             name, reason = output.request_id, output.finish_reason
@@ -181,12 +181,12 @@ class EngineLoop:
 
 def _of_the_device(error: EngineError) -> bool:
     """Whether a kernel failed in such a way that the device refuses all that follows."""
-    told = str(error)
-    return "out of memory" not in told and any(fault in told for fault in DEVICE_FAULTS)
+    message = str(error)
+    return "out of memory" not in message and any(fault in message for fault in DEVICE_FAULTS)
 
 
 def describe(engine: Engine) -> EngineInfo:
-    """What the HTTP process is told of an engine."""
+    """What the HTTP process learns of an engine."""
     sizes, pool = engine.config, engine.pools[0]
     assert sizes.max_model_len is not None
     assert sizes.kv_blocks is not None

@@ -124,9 +124,9 @@ class EngineProcess:
         """Why it is gone, where it has not told itself."""
         self._process.join(LAST_WORDS)
         code = self._process.exitcode
-        told = "closed its socket" if code is None else f"died with exit code {code}"
+        ending = "closed its socket" if code is None else f"died with exit code {code}"
         memory = ". If nobody killed it (-9), memory ran out" if code == -signal.SIGKILL else ""
-        return Dead(f"the engine process {told}{memory}")
+        return Dead(f"the engine process {ending}{memory}")
 
 
 class _Reader(asyncio.Protocol):

@@ -14,7 +14,7 @@ from inference.server.messages import Logprobs
 from inference.server.schema.chat import AnyMessage, ChatBody, template_messages
 from inference.server.schema.completions import TokenizeBody
 from inference.server.schema.generation import constraint_of
-from inference.server.tools.parser import Delta
+from inference.server.tools.parser import MessageDelta
 from inference.server.tools.use import ToolUse
 
 
@@ -50,13 +50,13 @@ class Part:
         finish_reason: Why it ended; None before.
     """
 
-    deltas: list[Delta] = field(default_factory=list)
+    deltas: list[MessageDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: Reason | None = None
 
     def add(self, later: Part) -> None:
-        """Take what came later."""
+        """Append what it gained after this."""
         self.deltas += later.deltas
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
@@ -75,7 +75,7 @@ class ChatCall:
     Attributes:
         body: What was asked.
         prompt: Token ids of the chat.
-        top: How many log probabilities are told of each token; None for none.
+        top: How many log probabilities each token gets; None for none.
         usage: Tokens so far.
 
     Raises:
@@ -107,8 +107,8 @@ class ChatCall:
         """
         tools = ToolUse.of(body, served.tools, constraint_of(body.response_format))
         if tools and tools.constraint and body.beam_width is not None:
-            told = "tools: calls that have to be made or to follow a schema need sampling"
-            raise ApiError(400, f"{told}; leave out beam_width", "tools", "invalid_value")
+            message = "tools: calls that have to be made or to follow a schema need sampling"
+            raise ApiError(400, f"{message}; leave out beam_width", "tools", "invalid_value")
 
         def render() -> list[int]:
             return rendered(served, body, body.messages, tools)
@@ -149,5 +149,5 @@ class ChatCall:
         for answer, reader in zip(made, self._readers(len(made)), strict=True):
             self.usage.add(answer)
             gained, reason = reader.read(answer.text, answer.finish_reason)
-            parts.append(Part(gained, answer.token_ids, answer.logprobs, reason))
+            parts.append(Part(gained, answer.token_ids, answer.logprobs or [], reason))
         return parts

@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 from formats.errors import EngineError, PTQError, RequestError
 from inference.beam_search import BeamParams, Hypothesis
 from inference.requests.constraint import Constraint
-from inference.requests.request import FinishReason, SamplingParams
+from inference.requests.request import SamplingParams
 from inference.server.engine_client import Overloaded, Unavailable
 from inference.server.generation.served_model import ServedModel
 from inference.server.http.body import ApiError
-from inference.server.messages import Logprobs
 from inference.server.schema.generation import GenerationBody, constraint_of, named_error
-from inference.server.text_stream import TextDelta, TextStream
+from inference.server.stream import Delta, DeltaStream
 
 LEAST_TOP_P = 1e-10  # OpenAI takes 0, which leaves the likeliest token only, as this does
 SEEDS = 2**63
@@ -82,42 +80,13 @@ def for_each(params: SamplingParams, count: int) -> Iterator[SamplingParams]:
             yield params
 
 
-@dataclass
-class Answer:
-    """All of one answer; fields as of `TextDelta`."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    prompt_logprobs: list[Logprobs | None] | None = None
-    finish_reason: FinishReason | None = None
-    drafts: int = 0
-    accepted: int = 0
-
-    @property
-    def mean_logprob(self) -> float:
-        """Of its tokens, those that were chosen; by it the best of several is found."""
-        chosen = [known[t] for t, known in zip(self.token_ids, self.logprobs, strict=True)]
-        return sum(chosen) / max(1, len(chosen))
-
-    def add(self, delta: TextDelta) -> None:
-        """Take what came."""
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or []
-        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
-        self.finish_reason = delta.finish_reason or self.finish_reason
-        self.drafts += delta.drafts
-        self.accepted += delta.accepted
-
-
 def submit(
     served: ServedModel,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     stops: tuple[str, ...],
     each: int = 1,
-) -> list[TextStream]:
+) -> list[DeltaStream]:
     """Queue `each` answers to every prompt, all or none; prompt by prompt.
 
     Args:
@@ -131,37 +100,37 @@ def submit(
         RequestError, Overloaded, Unavailable: as `EngineClient.submit`. What would be too much for
             an idle engine, too, is a RequestError: no client should try it again.
     """
-    streams: list[TextStream] = []
+    streams: list[DeltaStream] = []
     idle, known_ends = not served.client.in_flight, served.client.info.end_tokens
     try:
         for prompt, first in zip(prompts, params, strict=True):
             for one in for_each(first, each):
                 tokens = served.client.submit(prompt, one)
                 ends = None if one.constraint is None else known_ends | {*one.stop_token_ids}
-                made = TextStream(tokens, served.tokenizer, stops, one.min_tokens, ends)
-                streams.append(made)
+                tokens.detokenize(served.tokenizer, stops, one.min_tokens, ends)
+                streams.append(tokens)
     except Overloaded as error:
         cancel(streams)
         if not idle or len(streams) <= 1:
             raise
         param = "prompt" if len(prompts) > 1 else "n"
-        told = f"{param}: {len(prompts) * each} answers are more than may wait; ask for fewer"
-        raise RequestError(told, param) from error
+        message = f"{param}: {len(prompts) * each} answers are more than may wait; ask for fewer"
+        raise RequestError(message, param) from error
     except BaseException:
         cancel(streams)
         raise
     return streams
 
 
-def cancel(streams: Sequence[TextStream]) -> None:
+def cancel(streams: Sequence[DeltaStream]) -> None:
     """End what has not ended."""
     for stream in streams:
         stream.cancel()
 
 
 async def deltas(
-    streams: Sequence[TextStream], constrained_by: str = "response_format"
-) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    streams: Sequence[DeltaStream], constrained_by: str = "response_format"
+) -> AsyncGenerator[tuple[int, Delta], None]:
     """What answers gain, with their places among the streams; closing it cancels them.
 
     Args:
@@ -186,11 +155,11 @@ async def deltas(
         cancel(streams)
 
 
-async def _merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, TextDelta], None]:
+async def _merged(streams: Sequence[DeltaStream]) -> AsyncGenerator[tuple[int, Delta], None]:
     """What several streams give, each read by a task of its own."""
-    queue: asyncio.Queue[tuple[int, TextDelta | PTQError | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Delta | PTQError | None]] = asyncio.Queue()
 
-    async def read(index: int, stream: TextStream) -> None:
+    async def read(index: int, stream: DeltaStream) -> None:
         try:
             async for delta in stream:
                 queue.put_nowait((index, delta))
@@ -217,7 +186,7 @@ async def _merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, Te
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _checked(delta: TextDelta) -> TextDelta:
+def _checked(delta: Delta) -> Delta:
     if delta.finish_reason == "error":
         raise EngineError(delta.error or "the engine failed at this request")
     if delta.finish_reason == "abort":
@@ -225,9 +194,9 @@ def _checked(delta: TextDelta) -> TextDelta:
     return delta
 
 
-async def answers(streams: Sequence[TextStream]) -> list[Answer]:
+async def answers(streams: Sequence[DeltaStream]) -> list[Delta]:
     """All of every answer, in the order of the streams; raises as `deltas`."""
-    gathered = [Answer() for _ in streams]
+    gathered = [Delta() for _ in streams]
     async with aclosing(deltas(streams)) as parts:
         async for index, delta in parts:
             gathered[index].add(delta)
@@ -259,7 +228,7 @@ async def beam_answers(
     body: GenerationBody,
     max_tokens: Sequence[int],
     logprobs: int | None,
-) -> list[Answer]:
+) -> list[Delta]:
     """The best `n` answers to each prompt, the best first.
 
     Args:
@@ -267,7 +236,7 @@ async def beam_answers(
         prompts: Token ids.
         body: What was asked.
         max_tokens: Most tokens of an answer, for each prompt.
-        logprobs: How many log probabilities are told of each token.
+        logprobs: How many log probabilities each token gets.
 
     Raises:
         RequestError: a parameter is not allowed; `param` names it.
@@ -296,7 +265,7 @@ async def beam_answers(
     return [_answer(served, hypothesis) for hypotheses in found for hypothesis in hypotheses]
 
 
-def _answer(served: ServedModel, hypothesis: Hypothesis) -> Answer:
+def _answer(served: ServedModel, hypothesis: Hypothesis) -> Delta:
     text, tokens = hypothesis.text(served.tokenizer), list(hypothesis.token_ids)
     known = [dict(each) for each in hypothesis.logprobs or ()]
-    return Answer(text, tokens, known, None, hypothesis.finish_reason)
+    return Delta(text, tokens, known, None, hypothesis.finish_reason)

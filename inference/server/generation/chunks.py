@@ -9,12 +9,11 @@ from json.encoder import encode_basestring as _c_encode
 from typing import Any, Literal
 
 from inference.requests.request import FinishReason
-from inference.server.generation.choices import Answer
 from inference.server.http.body import ApiError
 from inference.server.http.responses import dumps, in_one_line
 from inference.server.schema.generation import GenerationBody
-from inference.server.text_stream import TextDelta
-from inference.server.tools.parser import ContentDelta, Delta, ToolParser
+from inference.server.stream import Delta
+from inference.server.tools.parser import ContentDelta, MessageDelta, ToolParser
 
 
 def quote(text: str) -> str:
@@ -37,7 +36,7 @@ class Usage:
 
     Args:
         prompt: Of the prompts.
-        speculates: Whether the engine makes drafts, so that it is told what became of them.
+        speculates: Whether the engine makes drafts, so that the usage counts them.
 
     Attributes:
         prompt: Of the prompts.
@@ -50,7 +49,7 @@ class Usage:
         self.prompt, self.completion = prompt, 0
         self._speculates, self.drafts, self.accepted = speculates, 0, 0
 
-    def add(self, gained: TextDelta | Answer) -> None:
+    def add(self, gained: Delta) -> None:
         """Count what an answer gained, or all of one."""
         self.completion += len(gained.token_ids)
         self.drafts += gained.drafts
@@ -64,15 +63,15 @@ class Usage:
         """As OpenAI's `usage`."""
         total = self.prompt + self.completion
         fields = {"prompt_tokens": self.prompt, "completion_tokens": self.completion}
-        told = fields | {"total_tokens": total}
+        content = fields | {"total_tokens": total}
         if not self._speculates:
-            return told
+            return content
         rejected = self.drafts - self.accepted
         of_drafts = {
             "accepted_prediction_tokens": self.accepted,
             "rejected_prediction_tokens": rejected,
         }
-        return told | {"completion_tokens_details": of_drafts}
+        return content | {"completion_tokens_details": of_drafts}
 
 
 class Chunks:
@@ -80,7 +79,7 @@ class Chunks:
 
     Args:
         head: Fields that all of them have: `id`, `object`, `created`, `model`.
-        body: What was asked; its `stream_options` say what is told of usage.
+        body: What was asked; its `stream_options` choose what chunks say of usage.
         usage: Counts, kept by the caller.
     """
 
@@ -125,7 +124,9 @@ class AnswerReader:
         self._parser = parser
         self.over = False
 
-    def read(self, text: str, reason: FinishReason | None) -> tuple[list[Delta], Reason | None]:
+    def read(
+        self, text: str, reason: FinishReason | None
+    ) -> tuple[list[MessageDelta], Reason | None]:
         """What new text gives, and why the answer has ended, if it has.
 
         Args:

@@ -107,7 +107,7 @@ class CompletionLogprobs:
 
     Args:
         texts: Of tokens.
-        top: How many of the likeliest tokens are told.
+        top: How many of the likeliest tokens are returned.
         offset: Characters that stand before the first token, such as an echoed prompt's.
     """
 
@@ -131,11 +131,11 @@ class CompletionLogprobs:
         """The likeliest tokens and the chosen one; of equal texts the likeliest counts."""
         if known is None:
             return None
-        told = _likeliest(known, self._top)
-        if all(other != token for other, _ in told):
-            told.append((token, known[token]))
+        likeliest = _likeliest(known, self._top)
+        if all(other != token for other, _ in likeliest):
+            likeliest.append((token, known[token]))
         tops: dict[str, float] = {}
-        for other, value in told:
+        for other, value in likeliest:
             tops.setdefault(self._texts.text(other), max(value, LEAST))
         return tops
 

@@ -24,10 +24,10 @@ from formats.text_tokens import (
 )
 from inference.prompts import PromptFormat
 from inference.requests.request import check_tokens
+from inference.server.engine_client import ServedEngine
 from inference.server.generation.logprobs import TokenTexts
 from inference.server.http.body import ApiError
 from inference.server.metrics import Metrics
-from inference.server.served_engine import ServedEngine
 from inference.server.settings import ServerSettings
 from inference.server.tools.use import tool_support
 
@@ -57,10 +57,10 @@ def check_variables(given: Mapping[str, Any], known: frozenset[str]) -> None:
         if name in OF_THE_SERVER:
             raise RequestError(f"{field}: it is no variable of a template", "chat_template_kwargs")
         if name not in known:
-            told = suggestion(name, sorted(known - OF_THE_SERVER)) if known - OF_THE_SERVER else ""
+            hint = suggestion(name, sorted(known - OF_THE_SERVER)) if known - OF_THE_SERVER else ""
             raise RequestError(
                 f"{field}: the model's chat template has no such variable, so that it would change "
-                f"nothing; leave it out{told and '. ' + told}",
+                f"nothing; leave it out{hint and '. ' + hint}",
                 "chat_template_kwargs",
             )
 
@@ -221,8 +221,8 @@ class ServedModel:
             ApiError: 404: it is not the one that is served.
         """
         if name not in (None, self.settings.model, *self.settings.aliases):
-            told = f"model: there is no {name!r}; this server has {self.settings.model!r}"
-            raise ApiError(404, told, "model", "model_not_found")
+            message = f"model: there is no {name!r}; this server has {self.settings.model!r}"
+            raise ApiError(404, message, "model", "model_not_found")
 
     def encode(self, prompt: str | Sequence[int], special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; for the tokenizer's thread.
@@ -240,18 +240,18 @@ class ServedModel:
         return self._format.continuation_tokens(prompt)
 
     def _check_text(self, text: str, param: str) -> None:
-        """Refuse a text that is too long in any case, before it holds up those behind it.
+        """Refuse a text that is too long in any case, before it holds up those after it.
 
         Raises:
             ApiError: 400: so few tokens as the context has cannot spell it.
         """
         most = self.client.info.max_model_len
         if len(text) > most * self._longest * SHORTENED:
-            told = (
+            message = (
                 f"{param}: it has {len(text)} characters, and this model's maximum context length "
                 f"is {most} tokens, each of at most {self._longest}; shorten it"
             )
-            raise ApiError(400, told, param, "context_length_exceeded")
+            raise ApiError(400, message, param, "context_length_exceeded")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a prompt's token ids, without special tokens; for the tokenizer's thread.
@@ -329,18 +329,18 @@ class ServedModel:
         } | {name: None if known.get(name) is None else str(known[name]) for name in names}
 
     def check_length(self, tokens: int, param: str) -> int:
-        """How many tokens the context leaves behind a prompt of so many.
+        """How many tokens the context leaves after a prompt of so many.
 
         Raises:
             ApiError: 400: none.
         """
         most = self.client.info.max_model_len
         if tokens >= most:
-            told = (
+            message = (
                 f"{param}: it has {tokens} tokens, and this model's maximum context length is "
                 f"{most} tokens, of which one is for the answer; shorten it"
             )
-            raise ApiError(400, told, param, "context_length_exceeded")
+            raise ApiError(400, message, param, "context_length_exceeded")
         return most - tokens
 
     def close(self) -> None:

@@ -98,8 +98,8 @@ async def read_body(request: Request, model: type[Body], limits: Limits) -> Body
         async with asyncio.timeout(limits.read_seconds):
             data = await _read(request, limits.body_bytes)
     except TimeoutError as error:
-        told = f"the body did not come within {limits.read_seconds:g} s; send it again"
-        raise ApiError(408, told, headers={"Connection": "close"}) from error
+        message = f"the body did not come within {limits.read_seconds:g} s; send it again"
+        raise ApiError(408, message, headers={"Connection": "close"}) from error
     if len(data) > AT_ONCE:
         return await asyncio.to_thread(parse, data, model)
     return parse(data, model)
@@ -114,13 +114,15 @@ def parse(data: bytes | bytearray, model: type[Body]) -> Body:
     try:  # refuses NaN, half surrogates, what is no UTF-8, and nesting of more than 200
         raw = from_json(bytes(data), allow_inf_nan=False)
     except ValueError as error:
-        told = f"the body is no JSON in UTF-8: {error}"
+        message = f"the body is no JSON in UTF-8: {error}"
         if "recursion limit" in str(error):
-            told = f"the body has more than {DEEPEST} objects and lists in one another; flatten it"
-        raise ApiError(400, told, code="invalid_json") from error
+            message = (
+                f"the body has more than {DEEPEST} objects and lists in one another; flatten it"
+            )
+        raise ApiError(400, message, code="invalid_json") from error
     if not isinstance(raw, dict):
-        told = f"the body is {_kind(raw)}; an object is needed, such as {{...}}"
-        raise ApiError(400, told, code="invalid_json")
+        message = f"the body is {_kind(raw)}; an object is needed, such as {{...}}"
+        raise ApiError(400, message, code="invalid_json")
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -134,8 +136,8 @@ def _check_type(request: Request) -> None:
     message["content-type"] = header
     kind = message.get_content_type() if header else "none"
     if kind != "application/json" and not kind.endswith("+json"):
-        told = f"Content-Type is {kind}; send the header `Content-Type: application/json`"
-        raise ApiError(415, told)
+        reason = f"Content-Type is {kind}; send the header `Content-Type: application/json`"
+        raise ApiError(415, reason)
     charset = message.get_content_charset("utf-8")
     if charset not in ("utf-8", "utf8", "us-ascii"):
         raise ApiError(415, f"the body's charset is {charset}; utf-8 is needed")
@@ -162,8 +164,8 @@ async def _read(request: Request, most: int) -> bytearray:
 
 
 def _too_large(most: int) -> ApiError:
-    told = f"the body has more than {most} bytes, the most that this server reads"
-    return ApiError(413, told, code="body_too_large", headers={"Connection": "close"})
+    message = f"the body has more than {most} bytes, the most that this server reads"
+    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
 def _refusal(error: ValidationError, raw: Any, model: type[BaseModel]) -> ApiError:
@@ -175,15 +177,15 @@ def _refusal(error: ValidationError, raw: Any, model: type[BaseModel]) -> ApiErr
         guess = ""
         if len(place) == 1:
             guess = "; " + suggestion(str(place[0]), model.model_fields)
-        told = f"{param}: there is no such field{guess}"
-        return ApiError(400, told, param, "unknown_parameter")
+        message = f"{param}: there is no such field{guess}"
+        return ApiError(400, message, param, "unknown_parameter")
     if fault["type"] == "missing":
         return ApiError(400, f"{param}: it is missing", param, "missing_required_parameter")
     reason = fault["msg"].removeprefix("Input ").removeprefix("Value error, ")
     found = repr(fault["input"])
     found = found if len(found) <= SHOWN else found[:SHOWN] + " ..."
-    told = f"{param or 'the body'}: {reason}; found {found}"
-    return ApiError(400, told, param or None, "invalid_value")
+    message = f"{param or 'the body'}: {reason}; found {found}"
+    return ApiError(400, message, param or None, "invalid_value")
 
 
 def _place(loc: Sequence[int | str], raw: Any, *, named: bool) -> list[int | str]:

@@ -57,8 +57,8 @@ class RequestLog:
             LOG.exception("%s %s %s: a defect", name, scope["method"], scope["path"])
             if line.status:
                 raise
-            told = ApiError(500, DEFECT)
-            await Refusal(told)(scope, receive, line.send)
+            defect = ApiError(500, DEFECT)
+            await Refusal(defect)(scope, receive, line.send)
         finally:
             self._metrics.answered(scope["method"], _route(scope), line.status, line.seconds)
             if self._log:
@@ -90,11 +90,11 @@ class _Line:
         """Log it; what a client chose, such as the path, cannot make a line of its own."""
         end = time.perf_counter()
         first = (self._first or end) - self._begin
-        told = "".join(f" {key}={value}" for key, value in scope["state"]["log"].items())
+        details = "".join(f" {key}={value}" for key, value in scope["state"]["log"].items())
         path = repr(scope["path"])[1:-1]
         line = "%s %s %s %d first=%.4fs all=%.4fs%s"
         LOG.info(
-            line, self._name, scope["method"], path, self.status, first, end - self._begin, told
+            line, self._name, scope["method"], path, self.status, first, end - self._begin, details
         )
 
 
@@ -165,9 +165,9 @@ class KeyCheck:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._fits(scope):
             await self._app(scope, receive, send)
             return
-        told = "this server needs its key: send the header `Authorization: Bearer KEY`"
+        message = "this server needs its key: send the header `Authorization: Bearer KEY`"
         headers = {"WWW-Authenticate": "Bearer"}
-        error = ApiError(401, told, code="invalid_api_key", headers=headers)
+        error = ApiError(401, message, code="invalid_api_key", headers=headers)
         await Refusal(error)(scope, receive, send)
 
     def _fits(self, scope: Scope) -> bool:

@@ -60,8 +60,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head is not None:
             self._head += len(data)
             if self._head > self._limits.header_bytes:
-                told = f"line and headers have more than {self._limits.header_bytes} bytes"
-                self._refuse(ApiError(431, told))
+                message = f"line and headers have more than {self._limits.header_bytes} bytes"
+                self._refuse(ApiError(431, message))
 
     def on_message_begin(self) -> None:
         """The first byte of a request is there."""

@@ -65,24 +65,24 @@ async def health(request: Request, served: ServedModel) -> Response:
     if client.state == "ready":
         engines = [_engine(number, engine) for number, engine in enumerate(client.engines)]
         degraded = any(engine["state"] == "dead" for engine in engines)
-        told = {"engines": engines} if len(engines) > 1 else {}
-        return Json({"status": "degraded" if degraded else "ready"} | told)
+        content = {"engines": engines} if len(engines) > 1 else {}
+        return Json({"status": "degraded" if degraded else "ready"} | content)
     reason = REASONS.get(client.state) or f"the engine is dead: {client.reason}"
     raise ApiError(503, reason, code=client.state, headers={"Retry-After": "5"})
 
 
 def _engine(number: int, engine: EngineClient) -> dict[str, Any]:
-    told = {"engine": number, "device": engine.info.device, "state": engine.state}
-    return told | ({"reason": engine.reason} if engine.reason else {})
+    content = {"engine": number, "device": engine.info.device, "state": engine.state}
+    return content | ({"reason": engine.reason} if engine.reason else {})
 
 
 async def version(request: Request, served: ServedModel) -> Response:
     """Answer `GET /version`."""
     try:
-        told = importlib.metadata.version("ptq")
+        version = importlib.metadata.version("ptq")
     except importlib.metadata.PackageNotFoundError:
-        told = "a checkout that is not installed"
-    return Json({"version": told})
+        version = "a checkout that is not installed"
+    return Json({"version": version})
 
 
 async def metrics(request: Request, served: ServedModel) -> Response:
@@ -105,15 +105,15 @@ async def tokenize(request: Request, served: ServedModel) -> Response:
         return rendered(served, body, body.messages, tools)
 
     tokens = await unless_gone(request, served.in_thread(work))
-    told = {
+    content = {
         "tokens": tokens,
         "count": len(tokens),
         "max_model_len": served.client.info.max_model_len,
         "token_strs": None,
     }
     if body.return_token_strs:
-        told["token_strs"] = [served.texts.text(token) for token in tokens]
-    return Json(told)
+        content["token_strs"] = [served.texts.text(token) for token in tokens]
+    return Json(content)
 
 
 async def detokenize(request: Request, served: ServedModel) -> Response:

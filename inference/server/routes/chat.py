@@ -19,7 +19,13 @@ from inference.server.generation.served_model import ServedModel
 from inference.server.http.body import ApiError, read_body
 from inference.server.http.responses import EventStream, Json, dumps, unless_gone
 from inference.server.schema.chat import ChatBody
-from inference.server.tools.parser import CallDelta, ContentDelta, Delta, ToolCall, join_deltas
+from inference.server.tools.parser import (
+    CallDelta,
+    ContentDelta,
+    MessageDelta,
+    ToolCall,
+    join_deltas,
+)
 
 
 async def chat(request: Request, served: ServedModel) -> Response:
@@ -29,18 +35,18 @@ async def chat(request: Request, served: ServedModel) -> Response:
     _check(body)
     call = await unless_gone(request, ChatCall.prepare(served, body))
     request.state.log["tokens"] = call.usage
-    told = ChatCompletion(served, call)
+    completion = ChatCompletion(served, call)
     if body.stream:
-        return EventStream(told.frames(), served.settings.limits.write_seconds)
-    return Json(await unless_gone(request, told.answer()))
+        return EventStream(completion.frames(), served.settings.limits.write_seconds)
+    return Json(await unless_gone(request, completion.answer()))
 
 
 def _check(body: ChatBody) -> None:
     """Refuse what does not go together."""
     check_beams(body)
     if body.max_tokens not in (None, body.max_completion_tokens or body.max_tokens):
-        told = "max_tokens: it is the older name of max_completion_tokens; give one of them"
-        raise ApiError(400, told, "max_tokens")
+        message = "max_tokens: it is the older name of max_completion_tokens; give one of them"
+        raise ApiError(400, message, "max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: they need logprobs to be true", "top_logprobs")
     check_stream(body)
@@ -67,22 +73,22 @@ class ChatCompletion:
         """All of it."""
         made = await self._call.answers()
         choices = [self._choice(index, answer) for index, answer in enumerate(made)]
-        told = self._head | {"choices": choices, "usage": self._call.usage.content}
+        content = self._head | {"choices": choices, "usage": self._call.usage.content}
         ids = {"prompt_token_ids": self._call.prompt} if self._body.return_token_ids else {}
-        return told | ids
+        return content | ids
 
     def _choice(self, index: int, answer: Part) -> dict[str, Any]:
         text, calls = join_deltas(answer.deltas)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
-        told = {
+        content = {
             "index": index,
             "message": message,
             "logprobs": self._logprobs(answer),
             "finish_reason": answer.finish_reason,
         }
-        return told | ({"token_ids": answer.token_ids} if self._body.return_token_ids else {})
+        return content | ({"token_ids": answer.token_ids} if self._body.return_token_ids else {})
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:
         top = self._call.top
@@ -102,8 +108,8 @@ class ChatCompletion:
                 if index not in begun:
                     begun.add(index)
                     made = self._first(chunks, index)
-                told = _plain(index, part) if plain else self._full(index, part)
-                made += b"".join(map(chunks.frame, told))
+                pieces = _plain(index, part) if plain else self._full(index, part)
+                made += b"".join(map(chunks.frame, pieces))
                 if part.finish_reason is not None:
                     made += chunks.frame(_piece(index, {}, None, part.finish_reason))
                 if made:
@@ -121,10 +127,14 @@ class ChatCompletion:
 
     def _full(self, index: int, part: Part) -> list[str]:
         """The choices of its chunks; the first has what is told of its tokens."""
-        told = [_told(delta) for delta in part.deltas]
-        if not told and not part.logprobs and not (self._body.return_token_ids and part.token_ids):
+        gained = [_told(delta) for delta in part.deltas]
+        if (
+            not gained
+            and not part.logprobs
+            and not (self._body.return_token_ids and part.token_ids)
+        ):
             return []
-        first, *others = told or [{"content": ""}]
+        first, *others = gained or [{"content": ""}]
         ids = part.token_ids if self._body.return_token_ids else None
         made = [_piece(index, first, self._logprobs(part), None, ids)]
         return made + [_piece(index, other, None, None) for other in others]
@@ -141,7 +151,7 @@ def _plain(index: int, part: Part) -> list[str]:
     ]
 
 
-def _told(delta: Delta) -> dict[str, Any]:
+def _told(delta: MessageDelta) -> dict[str, Any]:
     """What a message gains."""
     if isinstance(delta, ContentDelta):
         return {"content": delta.text}
@@ -170,5 +180,5 @@ def _piece(
     token_ids: Sequence[int] | None = None,
 ) -> str:
     """The choice of a chunk."""
-    told = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-    return dumps(told if token_ids is None else told | {"token_ids": list(token_ids)})
+    content = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    return dumps(content if token_ids is None else content | {"token_ids": list(token_ids)})

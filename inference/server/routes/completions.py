@@ -19,7 +19,6 @@ from starlette.responses import Response
 
 from inference.requests.request import SamplingParams
 from inference.server.generation.choices import (
-    Answer,
     answers,
     beam_answers,
     check_beams,
@@ -34,7 +33,7 @@ from inference.server.http.body import ApiError, read_body
 from inference.server.http.responses import EventStream, Json, dumps, unless_gone
 from inference.server.messages import Logprobs
 from inference.server.schema.completions import CompletionBody, GenerateBody
-from inference.server.text_stream import TextDelta, TextStream
+from inference.server.stream import Delta, DeltaStream
 
 MAX_TOKENS = 16  # OpenAI's default
 
@@ -58,11 +57,13 @@ def _check(body: CompletionBody) -> None:
     if best_of is not None and best_of < n:
         raise ApiError(400, f"best_of: {best_of} is less than n, {n}", "best_of")
     if body.stream and best_of is not None and best_of > n:
-        told = "best_of: which answers are best is known at their end; leave out stream or best_of"
-        raise ApiError(400, told, "best_of")
+        message = (
+            "best_of: which answers are best is known at their end; leave out stream or best_of"
+        )
+        raise ApiError(400, message, "best_of")
     if body.max_tokens == 0 and not body.echo:
-        told = "max_tokens: 0 needs echo, for there is nothing else to tell; give 1 or more"
-        raise ApiError(400, told, "max_tokens")
+        message = "max_tokens: 0 needs echo, for there is nothing else to tell; give 1 or more"
+        raise ApiError(400, message, "max_tokens")
     check_stream(body)
 
 
@@ -79,7 +80,7 @@ class Completion:
         body: What was asked.
         prompts: Token ids of each prompt.
         echoes: What the text of each prompt's answers begins with.
-        silent: Whether no token is told, of the prompts' log probabilities only.
+        silent: Whether no token is returned, only the prompts' log probabilities.
         usage: Tokens so far.
 
     Raises:
@@ -133,15 +134,15 @@ class Completion:
 
         return cls(served, body, *await served.in_thread(tokenize))
 
-    def _submit(self) -> list[TextStream]:
+    def _submit(self) -> list[DeltaStream]:
         return submit(self._served, self.prompts, self._params, self.body.stops, self._each)
 
-    async def _search(self) -> list[Answer]:
+    async def _search(self) -> list[Delta]:
         most = [params.max_tokens for params in self._params]
         return await beam_answers(self._served, self.prompts, self.body, most, self.body.logprobs)
 
     def _choices(self) -> list[Choice]:
-        """Those that are told: n for each prompt."""
+        """Those that are returned: n for each prompt."""
         places = [place for place in range(len(self.prompts)) for _ in range(self._n)]
         texts = self._served.texts
         return [Choice(self, texts, index, place) for index, place in enumerate(places)]
@@ -152,7 +153,7 @@ class Completion:
             made = await self._search()
         else:
             made = await answers(self._submit())
-        best: list[Answer] = []
+        best: list[Delta] = []
         for place in range(0, len(made), self._each):
             group = made[place : place + self._each]
             if self._each > self._n:
@@ -161,8 +162,8 @@ class Completion:
         if not self.silent:
             for answer in made:
                 self.usage.add(answer)
-        told = zip(self._choices(), best, strict=True)
-        parts = [choice.part(answer) for choice, answer in told]
+        pairs = zip(self._choices(), best, strict=True)
+        parts = [choice.part(answer) for choice, answer in pairs]
         return self._head | {"choices": parts, "usage": self.usage.content}
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -176,8 +177,10 @@ class Completion:
                     usage.add(delta)
                 if plain and delta.finish_reason is None:
                     text = quote(delta.text)
-                    told = f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
-                    yield chunks.frame(told)
+                    choice = (
+                        f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'
+                    )
+                    yield chunks.frame(choice)
                     continue
                 yield chunks.frame(dumps(choices[index].part(delta)))
         if last := chunks.last():
@@ -185,7 +188,7 @@ class Completion:
 
 
 class Choice:
-    """One answer as it is told, in parts or as one.
+    """One answer as it is returned, in parts or as one.
 
     Args:
         call: The call that it is of.
@@ -204,8 +207,8 @@ class Choice:
             self._logprobs = CompletionLogprobs(texts, body.logprobs)
         self._first = True
 
-    def part(self, delta: TextDelta | Answer) -> dict[str, Any]:
-        """What came, or all of it; the first part begins with the prompt where it is echoed."""
+    def part(self, delta: Delta) -> dict[str, Any]:
+        """What it gained, or all of it; the first part begins with the prompt if it is echoed."""
         text, tokens = delta.text, delta.token_ids
         logprobs: list[Logprobs | None] = list(delta.logprobs or ())
         if self._silent:

@@ -6,7 +6,7 @@ A question is read as a chat, and answered as one; `previous_response_id` and th
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -17,12 +17,14 @@ from starlette.responses import Response
 from formats.errors import PTQError, RequestError
 from inference.server.generation.chat_call import ChatCall, Part
 from inference.server.generation.logprobs import chat_logprobs
-from inference.server.generation.response_items import Event, ResponseItems
 from inference.server.generation.served_model import ServedModel
 from inference.server.http.body import ApiError, api_error, read_body
 from inference.server.http.responses import EventStream, Json, dumps, unless_gone
 from inference.server.schema.responses import ResponsesBody
+from inference.server.tools.parser import CallDelta, ContentDelta
 
+Event = dict[str, Any]
+TokenLogprobs = Callable[[Part], list[dict[str, Any]]]
 FIELDS = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 FIELDS |= {"response_format": "text.format"}
 
@@ -32,27 +34,132 @@ async def respond(request: Request, served: ServedModel) -> Response:
     body = await read_body(request, ResponsesBody, served.settings.limits)
     served.check_model(body.model)
     if body.top_logprobs and not body.logprobs:
-        told = "top_logprobs: they need message.output_text.logprobs in include"
-        raise ApiError(400, told, "top_logprobs")
+        message = "top_logprobs: they need message.output_text.logprobs in include"
+        raise ApiError(400, message, "top_logprobs")
     try:
         call = await unless_gone(request, ChatCall.prepare(served, body.chat()))
     except (ApiError, RequestError) as error:
         raise _of_responses(error) from error
     request.state.log["tokens"] = call.usage
-    told = ModelResponse(served, body, call)
+    response = ModelResponse(served, body, call)
     if body.stream:
-        return EventStream(told.frames(), served.settings.limits.write_seconds, done=b"")
-    return Json(await unless_gone(request, told.answer()))
+        return EventStream(response.frames(), served.settings.limits.write_seconds, done=b"")
+    return Json(await unless_gone(request, response.answer()))
 
 
 def _of_responses(error: ApiError | RequestError) -> ApiError:
     """An error of a chat with the name that its field has here."""
-    told = error if isinstance(error, ApiError) else api_error(error)
-    name = FIELDS.get(told.param or "")
+    refusal = error if isinstance(error, ApiError) else api_error(error)
+    name = FIELDS.get(refusal.param or "")
     if name is not None:
-        message = told.message.replace(f"{told.param}", name, 1)
-        return ApiError(told.status, message, name, told.code, told.headers)
-    return told
+        message = refusal.message.replace(f"{refusal.param}", name, 1)
+        return ApiError(refusal.status, message, name, refusal.code, refusal.headers)
+    return refusal
+
+
+class ResponseItems:
+    """An answer's items: messages and calls, one after another.
+
+    Args:
+        logprobs: The log probabilities of a part's tokens.
+
+    Attributes:
+        items: What there is, as OpenAI tells it; the last may be incomplete.
+    """
+
+    def __init__(self, logprobs: TokenLogprobs) -> None:
+        self._logprobs = logprobs
+        self.items: list[dict[str, Any]] = []
+        self._open = False  # whether the last item still grows
+        self._texts: list[str] = []  # of the item that grows: its text, or its arguments
+        self._known: list[dict[str, Any]] = []  # log probabilities of tokens whose text is held
+
+    def add(self, part: Part) -> list[Event]:
+        """Take what the answer gained; the events that say so."""
+        events: list[Event] = []
+        self._known += self._logprobs(part)
+        for delta in part.deltas:
+            if isinstance(delta, ContentDelta):
+                if not (self._open and self.items[-1]["type"] == "message"):
+                    events += [*self._close(), *self._open_message()]
+                events.append(self._add_text(delta.text))
+            else:
+                events += self._add_call(delta)
+        return events
+
+    def finish(self, status: str) -> list[Event]:
+        """No more comes; an answer without anything has an empty text.
+
+        Args:
+            status: Of the last item, `completed` or `incomplete`.
+        """
+        events = [] if self.items else self._open_message()
+        return events + self._close(status)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Which item an event tells of."""
+        return {"output_index": len(self.items) - 1, "item_id": self.items[-1]["id"]}
+
+    def _open_item(self, item: dict[str, Any]) -> Event:
+        self.items.append(item)
+        self._open, self._texts = True, []
+        index = len(self.items) - 1
+        return {"type": "response.output_item.added", "output_index": index, "item": dict(item)}
+
+    def _open_message(self) -> list[Event]:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        item = {"id": f"msg_{uuid4().hex}", "type": "message", "status": "in_progress"}
+        added = self._open_item(item | {"role": "assistant", "content": []})
+        self.items[-1]["content"] = [part]
+        place = {**self._place, "content_index": 0, "part": {**part, "logprobs": []}}
+        return [added, {"type": "response.content_part.added", **place}]
+
+    def _add_text(self, text: str) -> Event:
+        known, self._known = self._known, []
+        self._texts.append(text)
+        self.items[-1]["content"][0]["logprobs"] += known
+        content = {"content_index": 0, "delta": text, "logprobs": known}
+        return {"type": "response.output_text.delta", **self._place, **content}
+
+    def _add_call(self, delta: CallDelta) -> list[Event]:
+        events: list[Event] = []
+        self._known = []  # of tokens that are no text
+        if delta.id is not None:
+            events += self._close()
+            item = {"id": f"fc_{uuid4().hex}", "type": "function_call", "status": "in_progress"}
+            called = {"call_id": delta.id, "name": delta.name, "arguments": ""}
+            events.append(self._open_item(item | called))
+        if delta.arguments:
+            self._texts.append(delta.arguments)
+            kind = "response.function_call_arguments.delta"
+            events.append({"type": kind, **self._place, "delta": delta.arguments})
+        return events
+
+    def _close(self, status: str = "completed") -> list[Event]:
+        """End the item that grows, if one does."""
+        if not self._open:
+            return []
+        self._open = False
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = status
+        done = {"type": "response.output_item.done", "output_index": len(self.items) - 1}
+        return [*self._whole(item, text), done | {"item": item}]
+
+    def _whole(self, item: dict[str, Any], text: str) -> Sequence[Event]:
+        """Tell the text of an item as one."""
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            content = {"name": item["name"], "arguments": text}
+            return [{"type": "response.function_call_arguments.done", **self._place, **content}]
+        [part] = item["content"]
+        part["text"] = text
+        place = {**self._place, "content_index": 0}
+        content = {"text": text, "logprobs": part["logprobs"]}
+        return [
+            {"type": "response.output_text.done", **place, **content},
+            {"type": "response.content_part.done", **place, "part": part},
+        ]
 
 
 class ModelResponse:
@@ -79,7 +186,7 @@ class ModelResponse:
         return self._end(reason)[-1]["response"]
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """It in events; what is wrong before the first is told as an error of its own."""
+        """It in events; what is wrong before the first is an error of its own."""
         try:
             async with aclosing(self._call.parts()) as parts:
                 async for _, part in parts:
@@ -106,8 +213,8 @@ class ModelResponse:
         return [*events, {"type": f"response.{status}", "response": response}]
 
     def _failure(self, error: PTQError) -> Event:
-        told = {"code": "server_error", "message": api_error(error).message}
-        return {"type": "response.failed", "response": self._response("failed", error=told)}
+        content = {"code": "server_error", "message": api_error(error).message}
+        return {"type": "response.failed", "response": self._response("failed", error=content)}
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         """The response so far."""
@@ -120,15 +227,15 @@ class ModelResponse:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt + usage.completion,
         }
-        told = {"status": status, "output": list(self._items.items) if ended else []}
-        told |= {"usage": counts if ended else None}
-        return self._head | told | {"completed_at": int(time.time()) if ended else None} | more
+        content = {"status": status, "output": list(self._items.items) if ended else []}
+        content |= {"usage": counts if ended else None}
+        return self._head | content | {"completed_at": int(time.time()) if ended else None} | more
 
     def _logprobs(self, part: Part) -> list[dict[str, Any]]:
         if self._call.top is None:
             return []
-        told = chat_logprobs(self._texts, part.token_ids, part.logprobs, self._call.top)
-        return told["content"]
+        logprobs = chat_logprobs(self._texts, part.token_ids, part.logprobs, self._call.top)
+        return logprobs["content"]
 
     def _frame(self, events: Sequence[Event]) -> bytes:
         """Server-sent events, numbered on."""

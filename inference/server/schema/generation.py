@@ -83,6 +83,46 @@ class Prediction(Body):
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object; the prompt should ask for one."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Body):
+    """A JSON Schema with a name.
+
+    Attributes:
+        name: Of what it describes.
+        description: What it is for; not used.
+        schema: The schema; without one, any JSON object.
+        strict: Whether answers keep to it; they do in any case.
+    """
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    json_schema: JsonObject | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """JSON that is valid under a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
 class GenerationBody(Body):
     """Fields that completions and chats share; those from `top_k` on are not OpenAI's.
 
@@ -143,46 +183,6 @@ class GenerationBody(Body):
     def stops(self) -> tuple[str, ...]:
         """The texts that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-
-class TextFormat(Body):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    """Any JSON object; the prompt should ask for one."""
-
-    type: Literal["json_object"]
-
-
-class NamedSchema(Body):
-    """A JSON Schema with a name.
-
-    Attributes:
-        name: Of what it describes.
-        description: What it is for; not used.
-        schema: The schema; without one, any JSON object.
-        strict: Whether answers keep to it; they do in any case.
-    """
-
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    json_schema: JsonObject | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class JsonSchemaFormat(Body):
-    """JSON that is valid under a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
-
-
-ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
-]
 
 
 def constraint_of(response_format: ResponseFormat | None) -> Constraint | None:

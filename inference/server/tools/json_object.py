@@ -49,10 +49,16 @@ class JsonObject:
 
     def feed(self, char: str) -> bool:
         """Take the next character; False where no object goes on so, which ends the reading."""
-        if self._state == "number" and char not in NUMBER_CHARACTERS:
+        if self._state == "number":
+            if char in NUMBER_CHARACTERS:
+                self._keep(char)
+                self._token += char
+                return True
             if NUMBER.fullmatch(self._token) is None:
                 return False
             self._end_value()
+        if self.closed:
+            return False
         if char in SPACE and self._state in SPACED:
             self._keep(char)
             return True
@@ -164,17 +170,9 @@ class JsonObject:
         if self._in_key:
             self._key.append(char)
 
-    def _number(self, char: str) -> bool:
-        self._keep(char)
-        self._token += char
-        return True
-
     def _literal(self, char: str) -> bool:
         self._keep(char)
         right, self._token = char == self._token[0], self._token[1:]
         if not self._token:
             self._end_value()
         return right
-
-    def _closed(self, char: str) -> bool:
-        return False

@@ -62,7 +62,7 @@ class ToolFormat:
 
     @property
     def end(self) -> str:
-        """The text of a call behind its arguments."""
+        """The text of a call after its arguments."""
         return "}" + self.closing
 
 
@@ -183,7 +183,7 @@ class ToolCall:
     arguments: str
 
 
-Delta = ContentDelta | CallDelta
+MessageDelta = ContentDelta | CallDelta
 
 
 def new_call_id() -> str:
@@ -191,7 +191,7 @@ def new_call_id() -> str:
     return f"call_{uuid4().hex[:24]}"
 
 
-def join_deltas(deltas: Iterable[Delta]) -> tuple[str | None, Sequence[ToolCall]]:
+def join_deltas(deltas: Iterable[MessageDelta]) -> tuple[str | None, Sequence[ToolCall]]:
     """An answer's text, None where calls are all it has, and its calls."""
     text: list[str] = []
     calls: list[tuple[str, str, list[str]]] = []
@@ -226,7 +226,7 @@ class ToolParser:
     ) -> None:
         self._format, self._names, self._parallel = tool_format, frozenset(names), parallel
         self.called = self.done = False
-        self._deltas: list[Delta] = []
+        self._deltas: list[MessageDelta] = []
         self._shown: list[str] = []  # text that is no delta yet
         self._held: list[str] = []  # what may turn out to be white space by a call, or a call
         self._partial = ""  # beginning of an expected text, which follows what is held
@@ -235,7 +235,7 @@ class ToolParser:
         self._calls = 0
         self._read: Callable[[str], None] = self._opening if tool_format.bare else self._text
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str) -> list[MessageDelta]:
         """What some more text gives; nothing where it has to be waited for what follows."""
         for char in text:
             if self.done:
@@ -243,8 +243,8 @@ class ToolParser:
             self._read(char)
         return self._take()
 
-    def finish(self) -> list[Delta]:
-        """No more text comes: what was held back is text, but for white space behind a call."""
+    def finish(self) -> list[MessageDelta]:
+        """No more text comes: what was held back is text, but for white space after a call."""
         if self._call.complete and SPACE.issuperset(self._held):
             self._held = []
         self._show()
@@ -347,7 +347,7 @@ class ToolParser:
             self._deltas.append(ContentDelta(text))
         self._shown = []
 
-    def _take(self) -> list[Delta]:
+    def _take(self) -> list[MessageDelta]:
         """All deltas since the last time."""
         self._tell_arguments()
         self._flush()

@@ -13,8 +13,10 @@ import pytest
 import uvicorn
 
 from inference.server.app import create_app
+from inference.server.generation.chunks import quote
 from inference.server.http import responses
 from inference.server.http.protocol import bounded_protocol
+from inference.server.http.responses import dumps
 from inference.server.settings import Limits
 from tests.inference.server.fake_engine import INFO, FakeEngine
 from tests.inference.server.http_client import settings
@@ -277,3 +279,11 @@ def test_a_connection_is_used_again_after_an_error():
         writer.close()
 
     serve(scenario)
+
+
+@pytest.mark.parametrize("encode", [quote, dumps])
+def test_no_text_breaks_a_line(encode):
+    text = "".join(map(chr, range(0x100))) + "\u2028\u2029\u6f22"
+    line = encode(text)
+    assert line.splitlines() == [line]
+    assert json.loads(line) == text

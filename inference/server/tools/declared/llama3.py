@@ -1,4 +1,4 @@
-"""Calls as bare JSON, perhaps behind a special token: Llama 3.1, 3.2 and 3.3.
+"""Calls as bare JSON, perhaps after a special token: Llama 3.1, 3.2 and 3.3.
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}
     <|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}

@@ -1,16 +1,18 @@
-"""The text of a stream is that of `Engine.generate`."""
+"""The text of a stream is that of `Engine.generate`, also of a real server with stop texts."""
 
 from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-from inference.server.text_stream import TextStream
 from tests.inference.server.fake_engine import FakeEngine
+from tests.inference.server.http_client import events
+from tests.inference.server.real_server import RealServer
 
 PROMPT = [40, 41, 42]
 
@@ -33,7 +35,7 @@ def streamed(engine: Engine, asked: SamplingParams, *, slow: bool) -> tuple[list
         stream = fake.client.submit(PROMPT, asked)
         while slow and fake.running:
             await asyncio.sleep(0)
-        text = TextStream(stream, engine.tokenizer, asked.stop, asked.min_tokens)
+        text = stream.detokenize(engine.tokenizer, asked.stop, asked.min_tokens)
         async with text:
             return [delta async for delta in text]
 
@@ -79,7 +81,7 @@ def test_tokens_whose_text_is_held_back_come_with_the_next(engine):
 
     async def run() -> list:
         stream = fake.client.submit(PROMPT, SamplingParams(max_tokens=9))
-        return [delta async for delta in TextStream(stream, engine.tokenizer)]
+        return [delta async for delta in stream.detokenize(engine.tokenizer)]
 
     first, last = asyncio.run(run())
     assert (first.text, first.token_ids) == ("é", tokens)
@@ -93,8 +95,31 @@ def test_a_text_that_is_complete_without_an_end_token_is_told_whole(engine, end)
 
     async def run() -> list:
         stream = fake.client.submit(PROMPT, SamplingParams(max_tokens=9))
-        return [delta async for delta in TextStream(stream, engine.tokenizer, ends={0})]
+        return [delta async for delta in stream.detokenize(engine.tokenizer, ends={0})]
 
     found = asyncio.run(run())
     assert "".join(delta.text for delta in found) == "{}"
     assert found[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stop_text_ends_a_served_text_wherever_tokens_begin(server: RealServer, seed: int):
+    def complete(**more):
+        body = {"prompt": "def add", "max_tokens": 40, "temperature": 1.5, "seed": seed} | more
+        return httpx.post(f"{server.address}/v1/completions", json=body, timeout=60)
+
+    whole = complete(ignore_eos=True, return_token_ids=True).json()["choices"][0]
+    text, count = whole["text"], len(whole["token_ids"])
+    assert count == 40
+    for begin in (0, len(text) // 3, len(text) // 2):
+        stop = text[begin : begin + 5]
+        more = {"ignore_eos": True, "stop": ["\ue000", stop]}
+        answer = complete(**more)
+        choice = answer.json()["choices"][0]
+        assert choice["text"] == text[: text.index(stop)]
+        assert choice["finish_reason"] == "stop"
+        stream = complete(**more, stream=True, stream_options={"include_usage": True})
+        *parts, last = events(stream)
+        assert "".join(part["choices"][0]["text"] for part in parts) == choice["text"]
+        assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+        assert last["usage"] == answer.json()["usage"]
