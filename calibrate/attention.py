@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 
 ATTENTION = "ptq_observed"  # the name that transformers knows it by
 BESIDE = {"softcap": "softcap", "s_aux": "sinks", "alibi": "alibi"}  # by transformers' names

@@ -22,8 +22,7 @@ from calibrate.attention import (
 )
 from calibrate.transfers import passed_through, to_host
 from formats.errors import CheckpointError, RecipeError
-from formats.families.attention import LatentAttention
-from formats.families.family import Family
+from formats.families.family import Family, LatentAttention
 from formats.modeling.experts import Experts, OnRoute
 
 OnInput = Callable[[str, Tensor], None]

@@ -99,7 +99,7 @@ class KVCacheSpec(Strict):
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of a dynamic scale, as the checkpoint's size and capacity are told."""
+        """Bytes of a dynamic scale, as the checkpoint's size and capacity count it."""
         return 2 if self.packed else 4
 
     @property

@@ -151,7 +151,7 @@ def bar(
         file=_Lines(),
         mininterval=SECONDS,
         maxinterval=SECONDS,
-        delay=0.1,  # nothing is told of what takes no time
+        delay=0.1,  # no bar for what takes no time
         bar_format=PLAIN,
     )
 

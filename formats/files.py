@@ -13,7 +13,7 @@ same model, and nowhere else:
 
     models--OWNER--NAME/snapshots/REVISION/config.json -> ../../blobs/HASH
 
-The folder itself may lie behind links: `/data -> /mnt/data` changes nothing for `/data/model`.
+The path to the folder may have links: `/data -> /mnt/data` changes nothing for `/data/model`.
 """
 
 from __future__ import annotations

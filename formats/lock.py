@@ -1,7 +1,7 @@
 """One writer at a time: a lock on a folder that ends with its process, however that ends.
 
 The kernel holds the lock (`flock` on a hidden file) and frees it when the process is gone, so that
-no lock is ever left behind; a file that a killed process left is taken over and removed. The file
+no lock ever remains; a file that a killed process left is taken over and removed. The file
 tells who holds it.
 """
 

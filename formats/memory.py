@@ -56,7 +56,7 @@ def _bytes_of(file: Path, key: str) -> int:
 def release_freed_memory() -> None:
     """Return free pages of the heap to the system; without effect where the C library cannot.
 
-    glibc keeps what large tensors of different sizes leave behind in its heap, in holes that the
+    glibc keeps what large tensors of different sizes leave in its heap, in holes that the
     next ones do not fit: without this, memory held grows with the model although only a layer is
     alive.
     """

@@ -1,4 +1,4 @@
-"""The scale table: every scale of a checkpoint with where it came from.
+"""The scale table: every scale of a checkpoint with its origin.
 
 Calibration produces it, the writer and the loader check it against the tensors. On disk it is
 `quant/scale_table.json`; in a notebook, `ScaleTable.to_pandas()`.

@@ -160,8 +160,8 @@ def render_chat(
         ArithmeticError,
         RecursionError,
     ) as error:  # a template is a program: whatever it does wrong is its refusal
-        told = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"the chat template cannot render it ({told})") from error
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"the chat template cannot render it ({reason})") from error
 
 
 def template_variables(tokenizer: Any) -> frozenset[str]:

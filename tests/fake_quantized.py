@@ -26,7 +26,7 @@ from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import Checkpoint
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.families.registry import find_family
 from formats.families.sizes import latent_sizes
 from formats.modeling.layers import attention_names

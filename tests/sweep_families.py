@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.families.registry import find_family
 from formats.namespace import join_kernels
 from ptq.methods.rtn import RTNSpec

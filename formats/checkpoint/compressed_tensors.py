@@ -1,14 +1,14 @@
 """Our scheme as compressed-tensors' `quantization_config`, and back.
 
 Source: the `quantization_config` that compressed-tensors 0.17 to 0.20 read, in config.json. Only
-keys that all of them have are written. That scales have two levels is told in `observer_kwargs`,
+keys that all of them have are written. That scales have two levels stands in `observer_kwargs`,
 whose keys are free and which no loader heeds. Cache scales are not written here: no release
 serves static int8 scales a head, so they lie beside the served files and `kv_cache_scheme` stays
 null. That of others, such as llm-compressor's, is read.
 
 A head whose integers are the embedding's, too (`formats.checkpoint.read.Checkpoint.shares_head`),
 is something that no other loader knows: it would run an embedding that it does not find. So the
-strategy of its group is told as `tied_channel` or `tied_group`, which their strict readers refuse.
+strategy of its group is `tied_channel` or `tied_group`, which their strict readers refuse.
 """
 
 from __future__ import annotations

@@ -79,17 +79,17 @@ def turned_weights(
         config: config.json.
     """
     return {
-        name: Turned(file, name) if _lies_turned(name, file.tensors[name][0], config) else file
+        name: Turned(file, name) if _is_transposed(name, file.tensors[name][0], config) else file
         for name, file in files.items()
     }
 
 
 def as_stored(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
     """A tensor as the files of its model have it: the way back from `turned_weights`."""
-    return tensor.T.contiguous() if _lies_turned(name, tensor.dtype, config) else tensor
+    return tensor.T.contiguous() if _is_transposed(name, tensor.dtype, config) else tensor
 
 
-def _lies_turned(name: str, dtype: torch.dtype, config: Mapping[str, Any]) -> bool:
+def _is_transposed(name: str, dtype: torch.dtype, config: Mapping[str, Any]) -> bool:
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and dtype in FLOATS and is_turned(config, module)
 

@@ -7,7 +7,7 @@
     tokenizer and generation files
     quant/kv_scales.safetensors    A.k_scale and A.v_scale of each attention module A, fp32
     quant/sink_scales.safetensors  X.input_sink_scale [1] (`formats.checkpoint.kv_scales`)
-    quant/scale_table.json         every scale and where it came from
+    quant/scale_table.json         every scale and its origin
     quant/manifest.json            size and SHA-256 of every other file
 
 `quant/` is ours and optional: a folder written by other software has none, and may have the cache's
@@ -44,14 +44,14 @@ from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
 from formats.stored.folder import MANIFEST, auxiliary_files, check_manifest, check_own_cache
 from formats.stored.other_kinds import locate_model
-from formats.stored.safetensors_files import TensorFile, read_elements, read_tensors
+from formats.stored.safetensors_files import NamedTensors, TensorFile, read_elements, read_tensors
 from formats.stored.weights import StoredWeight, expect, join_weights, read_weights
 
 SCALE_TABLE = "quant/scale_table.json"
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 
 
-class Checkpoint:
+class Checkpoint(NamedTensors):
     """A checked, lazily read checkpoint folder; make one with `Checkpoint.open`.
 
     Attributes:
@@ -68,7 +68,7 @@ class Checkpoint:
         kv_offsets: What is subtracted from K where keys are centred, fp32 [Hkv, D], likewise.
         caches: How the cache of each is quantized.
         sinks: The tokens that are quantized apart, and the scales of their rows.
-        scale_table: Where the scales came from, or None for a foreign or float checkpoint.
+        scale_table: Origin of each scale, or None for a foreign or float checkpoint.
     """
 
     def __init__(self, path: Path, contents: Contents, quantized_kv: bool = True) -> None:
@@ -85,17 +85,10 @@ class Checkpoint:
         self.scheme = Scheme(
             weights=main.weights, activations=main.activations, kv_cache=self.caches.kv_cache
         )
-        self.quantized_modules = tuple(
-            sorted(
-                name.rpartition(".")[0]
-                for name, file in self._files.items()
-                if name.endswith(".weight_packed")
-                or (name.endswith(".weight") and file.tensors[name][0] in QUANTIZED)
-            )
-        )
+        self.quantized_modules = self.modules_stored_in(QUANTIZED)
         static = [name for name in self.quantized_modules if f"{name}.input_scale" in self._files]
         self.sinks = read_sinks(path, contents.own, static)
-        self.scale_table = self._read_scale_table()
+        self.scale_table = _read_scale_table(path)
 
     @classmethod
     def open(
@@ -134,36 +127,13 @@ class Checkpoint:
         checkpoint = cls(path, contents, quantized_kv)
         if not contents.foreign:  # what its own layout asks for has been checked
             check_quantized(checkpoint, contents.files)
-        checkpoint._check_scale_table()
+        if checkpoint.scale_table is not None:
+            _check_scale_table(checkpoint.scale_table, checkpoint._scale_files)
         return checkpoint
 
     def kv_scheme_of(self, attention: str) -> KVCacheSpec | None:
         """How the cache of an attention module, by its full name, is quantized; None for not."""
         return self.caches.of(attention)
-
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors of the served files, sorted."""
-        return tuple(sorted(self._files))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from its file's header."""
-        return self._kind(name)[1]
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Element type of a tensor, from its file's header."""
-        return self._kind(name)[0]
-
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor from its file."""
-        return read_elements({name: self._file(name)}, [name]).reshape(self.shape(name))
-
-    def tensors(self, names: Sequence[str]) -> Tensor:
-        """Read tensors that differ in their first size at most as one, as `torch.cat` gives it."""
-        width = self.shape(names[0])[1:]
-        return read_elements({name: self._file(name) for name in names}, names).reshape(-1, *width)
 
     def weight(self, module: str) -> StoredWeight:
         """The quantized weight of a linear layer, checked."""
@@ -263,48 +233,49 @@ class Checkpoint:
             )
 
     @property
+    def _beside(self) -> Mapping[str, TensorFile]:
+        """Where what is in `quant/` is read from, the cache's scales and those of sink tokens."""
+        return {**self._cache.files, **self.sinks.files}
+
+    @property
+    def _scale_files(self) -> dict[str, TensorFile]:
+        """Where each scale is read from that the scale table has a row for."""
+        own = {n: f for n, f in self._files.items() if n.endswith("_scale")}
+        files = {n: f for n, f in own.items() if not n.endswith(".weight_global_scale")}
+        files |= {n: f for n, f in self._cache.files.items() if not n.endswith("_offset")}
+        return {**files, **self.sinks.files}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weight files and of the cache's scales."""
-        beside = (*self._cache.files.values(), *self.sinks.files.values())
-        files = {file.path for file in (*self._files.values(), *beside)}
+        files = {file.path for file in (*self._files.values(), *self._beside.values())}
         return sum(path.stat().st_size for path in files)
 
     def scale(self, name: str) -> Tensor:
         """A scale tensor in fp32, whether it is in the served files or in `quant/`."""
         if name in self._files:
             return _as_float(self.tensor(name))
-        beside = {**self._cache.files, **self.sinks.files}
-        if name in beside:
-            file = beside[name]
+        file = self._beside.get(name)
+        if file is not None:
             return read_elements({name: file}, [name]).reshape(file.tensors[name][1]).float()
         raise CheckpointError(f"{name} is missing from {self.path}; write the checkpoint again")
 
-    def _kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        return self._file(name).tensors[name]
 
-    def _file(self, name: str) -> TensorFile:
-        if name not in self._files:
-            raise CheckpointError(f"{name} is missing from {self.path}")
-        return self._files[name]
+def _read_scale_table(path: Path) -> ScaleTable | None:
+    file = find_file(path, SCALE_TABLE)
+    return None if file is None else ScaleTable.from_json(file.read_bytes())
 
-    def _read_scale_table(self) -> ScaleTable | None:
-        path = find_file(self.path, SCALE_TABLE)
-        return None if path is None else ScaleTable.from_json(path.read_bytes())
 
-    def _check_scale_table(self) -> None:
-        if self.scale_table is None:
-            return
-        files = {
-            name: file
-            for name, file in self._files.items()
-            if name.endswith("_scale") and not name.endswith(".weight_global_scale")
-        }
-        files |= {n: f for n, f in self._cache.files.items() if not n.endswith("_offset")}
-        files |= self.sinks.files
-        named = {row.tensor for row in self.scale_table.entries}
-        powers = {name for name, file in files.items() if file.tensors[name][0] == torch.uint8}
-        same_names(set(files) - (powers - named), named, f"{SCALE_TABLE}: ")  # some were published
-        self.scale_table.check(partial(_read_scales, files))
+def _check_scale_table(table: ScaleTable, files: Mapping[str, TensorFile]) -> None:
+    """Check that a table has a row for every scale of the files, and that each is as it says.
+
+    Raises:
+        CheckpointError: a row or a scale is missing, or a scale is another.
+    """
+    named = {row.tensor for row in table.entries}
+    powers = {name for name, file in files.items() if file.tensors[name][0] == torch.uint8}
+    same_names(set(files) - (powers - named), named, f"{SCALE_TABLE}: ")  # some were published
+    table.check(partial(_read_scales, files))
 
 
 def _read_scales(files: Mapping[str, TensorFile], names: Sequence[str]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Layers that lie on disk as one tensor, read as the layers that they are.
+"""Layers that are one tensor on disk, read as the layers that they are.
 
 Hub checkpoints hold each expert's layers on their own, below a module M of each decoder block:
 
@@ -11,7 +11,19 @@ can write them so. With E experts, I their inner size, H the hidden size:
 
     gate_up_proj  [E, 2 I, H]: gate above up          down_proj  [E, H, I]
 
-Where a family has gate and up alternate there instead, `formats.checkpoint.alternating` reads them.
+gpt-oss has gate and up alternate there instead, with outputs last:
+
+    gate_up_proj  [E, H, 2 I]    gate_up_proj_bias  [E, 2 I]: gate, up, gate, up ...
+    down_proj     [E, I, H]      down_proj_bias     [E, H]
+
+or, where weights are in MXFP4 (`formats.foreign.mxfp4`), with outputs as rows:
+
+    gate_up_proj_blocks  uint8 [E, 2 I, H / 32, 16]    gate_up_proj_scales  uint8 [E, 2 I, H / 32]
+    down_proj_blocks     uint8 [E, H, I / 32, 16]      down_proj_scales     uint8 [E, H, I / 32]
+
+Blocks and scales become the tensors `weight_packed` and `weight_scale` of compressed-tensors'
+mxfp4-pack-quantized, which hold the same bytes. Of a parameter no more than the expert that is
+asked for is read.
 
 Some families (Phi-3) hold q, k and v, or gate and up, as one layer, one below the other. Whatever
 belongs to the rows of its weight (scales, zero points, a bias) is cut like them; one scale for all
@@ -20,12 +32,6 @@ rows, of the weight or of the input, is every part's.
 All of these are read by the names of the layers themselves: each is a run of rows, and no more than
 these are read. `formats.checkpoint.join` is the way back for layers that a family stores merged;
 experts are always written one by one, which is what runtimes read.
-
-The way back from `formats.checkpoint.alternating`: experts' layers put into parameters of all.
-
-Floats, MXFP4 and biases go back into the parameters that they came from, bit for bit; a layer that
-is quantized otherwise is written on its own, which is what runtimes read, as its parameter has no
-form for it.
 """
 
 from __future__ import annotations
@@ -40,78 +46,116 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.checkpoint.alternating import LEAVES, alternating_experts
 from formats.errors import CheckpointError
-from formats.families.feed_forward import Mixture
+from formats.families.family import GatedMLP, Mixture
 from formats.families.names import block_of
 from formats.families.registry import find_family
 from formats.families.sizes import merged_rows, size_in
 from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-KINDS = {leaf: kind for kind, leaf in LEAVES.items()}
-_LAYER = re.compile(r"(.*\.experts)\.(\d+)\.([^.]+)\.([^.]+)")
-
-
-class ExpertStacks:
-    """Layers of experts that wait until all of a parameter are there.
-
-    Args:
-        names: The family's mixture, whose experts alternate.
-        config: config.json.
-    """
-
-    def __init__(self, names: Mixture, config: Mapping[str, Any]) -> None:
-        self._names, self._config = names, config
-        self._waiting: dict[str, dict[tuple[int, str], tuple[str, Tensor]]] = {}
-
-    def takes(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor belongs in a parameter of all experts."""
-        match = _LAYER.fullmatch(name)
-        if match is None or match[4] not in KINDS:
-            return False
-        return tensor.dtype in FLOATS if match[4] in ("weight", "bias") else _is_mxfp4(tensor)
-
-    def add(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A parameter, if this was the last of its layers."""
-        match = _LAYER.fullmatch(name)
-        assert match is not None
-        experts, number, leaf, kind = match[1], int(match[2]), match[3], KINDS[match[4]]
-        layer = self._names.expert
-        stacked, leaves = ("down_proj", (layer.down,))
-        if leaf != layer.down:
-            stacked, leaves = "gate_up_proj", layer.gate_up
-        stored = f"{experts}.{stacked}{kind}"
-        waiting = self._waiting.setdefault(stored, {})
-        waiting[number, leaf] = name, tensor
-        count = size_in(self._config, self._names.count)
-        if len(waiting) == count * len(leaves):
-            del self._waiting[stored]
-            parts = [[waiting[i, leaf][1] for leaf in leaves] for i in range(count)]
-            yield stored, _stacked(parts, kind)
-
-    def rest(self) -> Iterator[tuple[str, Tensor]]:
-        """What waits in vain, by the names that it was added by: other layers have other forms."""
-        for waiting in self._waiting.values():
-            yield from waiting.values()
-        self._waiting = {}
-
-
-def _is_mxfp4(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.uint8
-
-
-def _stacked(experts: list[list[Tensor]], kind: str) -> Tensor:
-    """Layers' tensors [outputs, ...] as the parameter of all, outputs of each expert in turn."""
-    own = torch.stack([torch.stack(layers, dim=1).flatten(0, 1) for layers in experts])
-    if kind == "":
-        return own.mT.contiguous()
-    return own.unflatten(-1, (-1, 16)) if kind == "_blocks" else own
-
-
 SHAPE = "weight_shape"
 ONE_FOR_ALL = "input_scale"
 _STACKED = re.compile(r"^(.*)\.(\w+)\.experts\.(gate_up_proj|down_proj)$")
+LEAVES = {"": "weight", "_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
+SIZES = {
+    "": "[E, inputs, outputs]",
+    "_bias": "[E, outputs]",
+    "_blocks": "[E, outputs, groups, 16]",
+    "_scales": "[E, outputs, groups]",
+}
+_PARAMETER = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+
+
+class OfOneExpert:
+    """A tensor of one expert's layer, out of a parameter of all experts.
+
+    Args:
+        file: Holds the parameter.
+        parameter: Its name.
+        expert: Which.
+        name: Name that the tensor gets.
+        outputs: The layer's among those of the parameter.
+        last: Whether outputs are the parameter's last dimension, and not the first of an expert.
+    """
+
+    def __init__(
+        self,
+        file: StoredTensors,
+        parameter: str,
+        expert: int,
+        name: str,
+        outputs: slice,
+        last: bool,
+    ) -> None:
+        dtype, (_, *own) = file.tensors[parameter]
+        self._file, self._parameter, self._expert = file, parameter, expert
+        self._outputs, self._last = outputs, last
+        rows, *inputs = reversed(own) if last else own
+        rows = len(range(rows)[outputs])
+        self.path: Path = file.path
+        shape = (rows, math.prod(inputs)) if inputs else (rows,)
+        self.tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {name: (dtype, shape)}
+        self._own = {name: (dtype, tuple(own))}
+
+    def held(self, name: str) -> Tensor:
+        """The tensor, whose rows lie apart in the file."""
+        expert = _Expert(self.path, self._own, self._file.span(self._parameter)[0], self._expert)
+        values = read_elements({name: expert}, [name]).view(self._own[name][1])
+        rows = (values.T if self._last else values)[self._outputs]
+        return rows.reshape(self.tensors[name][1])
+
+
+class _Expert:
+    """What a parameter that begins at `start` holds of one expert."""
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        start: int,
+        expert: int,
+    ) -> None:
+        self.path, self.tensors = path, tensors
+        self._start, self._expert = start, expert
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where it begins and ends in the file, in bytes."""
+        dtype, shape = self.tensors[name]
+        nbytes = dtype.itemsize * math.prod(shape)
+        start = self._start + self._expert * nbytes
+        return start, start + nbytes
+
+
+def alternating_experts(
+    name: str, file: StoredTensors, names: GatedMLP
+) -> Iterator[tuple[str, OfOneExpert]]:
+    """The tensors of layers in a parameter of all experts; none of another tensor.
+
+    Args:
+        name: Of the parameter.
+        file: Holds it.
+        names: Of an expert's layers.
+
+    Raises:
+        CheckpointError: it has another number of dimensions, or an odd number of gate and up.
+    """
+    match = _PARAMETER.fullmatch(name)
+    if match is None:
+        return
+    experts, stacked, kind = match.groups()
+    leaves = (names.down,) if stacked == "down_proj" else names.gate_up
+    shape, last, size = file.tensors[name][1], kind == "", SIZES[kind]
+    outputs = shape[-1 if last else 1] if len(shape) == size.count(",") + 1 else 1
+    if len(shape) != size.count(",") + 1 or outputs % len(leaves):
+        raise CheckpointError(
+            f"{name} has shape {list(shape)}; needed is {size}, outputs of gate and up in turn. "
+            "Get the checkpoint again"
+        )
+    for expert in range(shape[0]):
+        for i, leaf in enumerate(leaves):
+            own = f"{experts}.{expert}.{leaf}.{LEAVES[kind]}"
+            part = slice(i, None, len(leaves))
+            yield own, OfOneExpert(file, name, expert, own, part, last)
 
 
 class RowsOf:
@@ -184,7 +228,7 @@ def split_stored(
         return found
     if not predicting and family.predicting is not None and config.get(family.predicting):
         count = size_in(config, "num_hidden_layers")
-        files = {name: file for name, file in files.items() if not _lies_behind(name, count)}
+        files = {name: file for name, file in files.items() if not _is_after_blocks(name, count)}
         found = dict[str, TensorFile](files)
     if family.mixture is not None:
         for name, file in files.items():
@@ -200,7 +244,7 @@ def split_stored(
     return found
 
 
-def _lies_behind(name: str, count: int) -> bool:
+def _is_after_blocks(name: str, count: int) -> bool:
     """Whether a tensor is one of a layer after so many blocks."""
     block = block_of(name)
     return block is not None and int(block.rpartition(".")[2]) >= count

@@ -30,7 +30,7 @@ from formats.foreign.folder import OF_CACHE, named
 from formats.pack import unpack_elements, unpack_powers, unpack_words
 from formats.stored.folder import read_config
 from formats.stored.names import open_native
-from formats.stored.safetensors_files import read_elements
+from formats.stored.safetensors_files import NamedTensors
 from formats.stored.weights import LEAVES, check_scale_values
 
 READ = (*LEAVES, "weight_g_idx")
@@ -38,7 +38,7 @@ LEFT = (*OF_CACHE, ".k_zero_point", ".v_zero_point")  # of a cache, which is one
 QUANTIZED = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 
-class StatedFolder:
+class StatedFolder(NamedTensors):
     """A folder whose quantized layers are read for their values.
 
     Args:
@@ -54,19 +54,12 @@ class StatedFolder:
 
     def __init__(self, path: Path) -> None:
         found = read_config(path)
-        self.config = found.model
+        self.path, self.config = path, found.model
         groups = read_values(found.quantization or {}).config_groups or {}
         files = split_stored(open_native(path, found.model, found.published), found.model)
         files = turned_weights(files, found.model)
         self._files = {name: file for name, file in files.items() if not name.endswith(LEFT)}
-        self.modules = tuple(
-            sorted(
-                name.rpartition(".")[0]
-                for name, file in self._files.items()
-                if name.endswith(".weight_packed")
-                or (name.endswith(".weight") and file.tensors[name][0] in QUANTIZED)
-            )
-        )
+        self.modules = self.modules_stored_in(QUANTIZED)
         self._args: dict[str, ArgsValues] = {}
         for module in self.modules:
             own = [group for group in groups.values() if is_ignored(module, group.targets)]
@@ -78,14 +71,6 @@ class StatedFolder:
                 )
             self._args[module] = own[0].weights
 
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors, sorted."""
-        return tuple(sorted(self._files))
-
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor from its file."""
-        return read_elements(self._files, [name]).reshape(self._files[name].tensors[name][1])
-
     def values(self, module: str) -> Tensor:
         """A quantized layer's weight in fp32 [N, K].
 
@@ -93,7 +78,7 @@ class StatedFolder:
             CheckpointError: a tensor is missing, or of another shape than the settings say.
         """
         names = {leaf: f"{module}.{leaf}" for leaf in READ}
-        tensors = {leaf: self.tensor(own) for leaf, own in names.items() if own in self._files}
+        tensors = {leaf: self.tensor(own) for leaf, own in names.items() if own in self}
         with named(module):
             return stated_values(self._args[module], tensors)
 

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,11 +36,65 @@ from formats.stored.weights import StoredWeight, weight_tensors
 HASHING_THREADS = max(4, os.cpu_count() or 1)  # SHA-256 of large buffers runs beside other threads
 
 
+@dataclass
+class _Beside:
+    """What a checkpoint has beside its weight files: config.json, tokenizer files and `quant/`.
+
+    Arguments are those of `CheckpointWriter`, and what is set while layers are added:
+
+    Attributes:
+        kv_scales: Tensors of the cache, fp32, by full name.
+        sink_scales: Of layers with static inputs, `X.input_sink_scale` [1], likewise.
+    """
+
+    config: dict[str, Any]
+    scheme: Scheme
+    layers: dict[str, LayerScheme]
+    caches: Mapping[str, KVCacheSpec | None]
+    ignore: tuple[str, ...]
+    shared_head: str | None
+    sink_tokens: int
+    aux_files: Sequence[Path]
+    kv_scales: dict[str, Tensor] = field(default_factory=dict)
+    sink_scales: dict[str, Tensor] = field(default_factory=dict)
+
+    def write(self, folder: Path, table: ScaleTable, documents: Mapping[str, bytes]) -> None:
+        """Write all of it into the checkpoint's folder, and other documents by their path there."""
+        for file in self.aux_files:
+            settings = _tokenizer_settings(file)
+            if settings is None:
+                shutil.copyfile(file, folder / file.name)
+                fsync_path(folder / file.name)
+            else:
+                write_bytes(folder / file.name, _json(settings))
+        quantization = quantization_config(
+            self.scheme, self.ignore, self.layers, shared_head=self.shared_head
+        )
+        config = self.config | ({"quantization_config": quantization} if quantization else {})
+        own = OwnPart(
+            kv_cache=self.scheme.kv_cache, kv_caches=self.caches, sink_tokens=self.sink_tokens
+        )
+        config |= {OWN_KEY: own.model_dump()}
+        everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
+        shares, quantized = self.shared_head is not None, self.scheme.weights is not None
+        reason = only_here(self.config, quantized=quantized, shares_head=shares)
+        if reason is not None:
+            everything[CARD] = card(reason).encode()
+        for name, data in (everything | dict(documents)).items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, data)
+        if own.any:
+            write_tensors(folder / KV_SCALES, self.kv_scales, cache_metadata(own))
+        if self.sink_tokens:
+            write_tensors(folder / SINK_SCALES, self.sink_scales)
+
+
 class CheckpointWriter:
     """Writes one checkpoint; a context manager.
 
     Memory held is one shard. Leaving the context before `finish`, by an error or otherwise, leaves
-    nothing behind.
+    nothing.
 
     Args:
         out: Folder to make.
@@ -76,21 +131,22 @@ class CheckpointWriter:
     ) -> None:
         self.out = Path(out)
         self.scheme = scheme
-        self._config = dict(config)
-        self._layers = dict(layers or {})
-        self._shared_head = shared_head
-        self._caches = caches or {}
-        self._sink_tokens = sink_tokens
-        self._sink_scales: dict[str, Tensor] = {}
         self._merged = MergedLayers(config)
-        self._ignore = self._merged.stored_names(ignore)
-        self._aux_files = aux_files
+        self._beside = _Beside(
+            config=dict(config),
+            scheme=scheme,
+            layers=dict(layers or {}),
+            caches=caches or {},
+            ignore=self._merged.stored_names(ignore),
+            shared_head=shared_head,
+            sink_tokens=sink_tokens,
+            aux_files=aux_files,
+        )
         self._force = force
         self._shard_bytes = shard_bytes
         self._kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._digests: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(HASHING_THREADS)
-        self._kv_scales: dict[str, Tensor] = {}
         self._stack = ExitStack()
         self._folder = Path()
         self._shards = ShardWriter(self._folder, shard_bytes)
@@ -132,7 +188,7 @@ class CheckpointWriter:
         as_it_is = False
         with writing(self.out):
             for stored, whole in self._merged.add(name, tensor):
-                laid_out = as_stored(stored, whole, self._config)
+                laid_out = as_stored(stored, whole, self._beside.config)
                 as_it_is = stored == name and laid_out is tensor
                 self._shards.add(stored, laid_out)
         if not as_it_is:  # else its file's bytes tell
@@ -155,7 +211,7 @@ class CheckpointWriter:
             bias: [N] in the model's type, or None.
             input_scale: fp32 [1] where activations are static, else None.
         """
-        scheme = self._layers.get(module, self.scheme)
+        scheme = self._beside.layers.get(module, self.scheme)
         for leaf, tensor in weight_tensors(scheme, weight, dtype).items():
             self.add(f"{module}.{leaf}", tensor)
         if bias is not None:
@@ -165,19 +221,19 @@ class CheckpointWriter:
 
     def set_kv_scales(self, attention: str, k: Tensor, v: Tensor) -> None:
         """Set the cache's scales of an attention module: shapes as the scheme says."""
-        self._kv_scales[f"{attention}.k_scale"] = k.float().contiguous()
-        self._kv_scales[f"{attention}.v_scale"] = v.float().contiguous()
+        self.set_beside({f"{attention}.k_scale": k, f"{attention}.v_scale": v})
 
     def set_schemes(self, layers: Mapping[str, LayerScheme]) -> None:
         """Change how some quantized layers are stored, by their full names."""
-        self._layers |= layers
+        self._beside.layers |= layers
 
     def set_beside(self, tensors: Mapping[str, Tensor]) -> None:
         """Set tensors of `quant/` by full name: of the cache, such as `A.k_offset`, as the scheme
         says, and `X.input_sink_scale` [1] of layers with static inputs where there are sink tokens.
         """
         for name, tensor in tensors.items():
-            held = self._sink_scales if name.endswith(f".{LEAF}") else self._kv_scales
+            sink = name.endswith(f".{LEAF}")
+            held = self._beside.sink_scales if sink else self._beside.kv_scales
             held[name] = tensor.float().contiguous()
 
     def finish(self, scale_table: ScaleTable, documents: Mapping[str, bytes] | None = None) -> Path:
@@ -191,13 +247,13 @@ class CheckpointWriter:
             The folder.
 
         Raises:
-            CheckpointError: a check failed or the disk refused; nothing is left behind.
+            CheckpointError: a check failed or the disk refused; nothing is left.
         """
         with writing(self.out):
             for stored, tensor in self._merged.rest():
                 self._shards.add(stored, tensor)
             digests = self._shards.finish()
-            self._write_documents(scale_table, documents or {})
+            self._beside.write(self._folder, scale_table, documents or {})
             self._write_manifest(digests)
         written = Checkpoint.open(self._folder)
         self._check_tensors(written)
@@ -206,12 +262,12 @@ class CheckpointWriter:
                 f"{self.out}: tensors were added for {written.scheme.wac}, the scheme is "
                 f"{self.scheme.wac}; nothing was kept"
             )
-        if written.caches.kv_caches != self._caches:
+        if written.caches.kv_caches != self._beside.caches:
             raise CheckpointError(
                 f"{self.out}: the caches of single blocks were read back as others; nothing was "
                 "kept"
             )
-        for module, scheme in self._layers.items():
+        for module, scheme in self._beside.layers.items():
             if written.scheme_of(module) != scheme:
                 raise CheckpointError(
                     f"{module} was read back as {written.scheme_of(module).text}; its scheme is "
@@ -235,36 +291,6 @@ class CheckpointWriter:
         for (name, digest), read_back in zip(self._digests.items(), found, strict=True):
             if read_back != digest.result():
                 raise CheckpointError(f"{name} was read back with other bits; check the disk")
-
-    def _write_documents(self, table: ScaleTable, documents: Mapping[str, bytes]) -> None:
-        for file in self._aux_files:
-            settings = _tokenizer_settings(file)
-            if settings is None:
-                shutil.copyfile(file, self._folder / file.name)
-                fsync_path(self._folder / file.name)
-            else:
-                write_bytes(self._folder / file.name, _json(settings))
-        quantization = quantization_config(
-            self.scheme, self._ignore, self._layers, shared_head=self._shared_head
-        )
-        config = self._config | ({"quantization_config": quantization} if quantization else {})
-        own = OwnPart(
-            kv_cache=self.scheme.kv_cache, kv_caches=self._caches, sink_tokens=self._sink_tokens
-        )
-        config |= {OWN_KEY: own.model_dump()}
-        everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
-        shares, quantized = self._shared_head is not None, self.scheme.weights is not None
-        reason = only_here(self._config, quantized=quantized, shares_head=shares)
-        if reason is not None:
-            everything[CARD] = card(reason).encode()
-        for name, data in (everything | dict(documents)).items():
-            path = self._folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, data)
-        if own.any:
-            write_tensors(self._folder / KV_SCALES, self._kv_scales, cache_metadata(own))
-        if self._sink_tokens:
-            write_tensors(self._folder / SINK_SCALES, self._sink_scales)
 
     def _write_manifest(self, known: Mapping[str, str]) -> None:
         """List all files with their SHA-256, those of weight files known."""

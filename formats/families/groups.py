@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from formats.families.attention import LatentAttention
-from formats.families.family import Family
-from formats.families.feed_forward import GatedMLP
+from formats.families.family import Family, GatedMLP, LatentAttention
 from formats.families.names import any_expert, expert_of, is_router
 from formats.scheme import Strict
 

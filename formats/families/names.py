@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from formats.families.attention import Role
+from formats.families.family import Role
 from formats.families.registry import FAMILIES
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"

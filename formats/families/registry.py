@@ -11,8 +11,7 @@ from typing import Any
 
 from formats.errors import CheckpointError, suggestion
 from formats.families import declared
-from formats.families.attention import Attention
-from formats.families.family import Family
+from formats.families.family import Attention, Family
 from formats.families.sizes import size_in
 
 

@@ -228,7 +228,7 @@ class ForeignLayer:
         module: Its name there.
         path: The file of its integers.
         shape: Outputs and inputs.
-        dtype: The type that holds its scales exactly: the one they came in.
+        dtype: The type that holds its scales exactly: that of its files.
         name: Its full name here; default `module`.
         first: The first of its rows in the folder's layer, of which it may be a part.
 

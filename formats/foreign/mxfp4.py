@@ -5,7 +5,7 @@ Experts lie in parameters of all of them, in MXFP4 (`formats.mxfp4`), everything
     M.experts.gate_up_proj_blocks  uint8 [E, 2 I, H / 32, 16]    M.experts.gate_up_proj_scales
     M.experts.down_proj_blocks     uint8 [E, H, I / 32, 16]      M.experts.down_proj_scales
 
-`formats.checkpoint.alternating` reads them as layers, whose bytes are those of compressed-tensors'
+`formats.checkpoint.split` reads them as layers, whose bytes are those of compressed-tensors'
 mxfp4-pack-quantized: a folder in this layout is seen as one of that, and nothing is unpacked before
 it is run.
 

@@ -1,7 +1,8 @@
-"""config.json as transformers reads it."""
+"""config.json as transformers reads it, with our own classes for what it has no class of."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,14 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from formats.errors import CheckpointError
-from formats.modeling.own_classes import make_known
+from formats.families.registry import OWN_CLASSES
+
+
+def make_known(model_type: str) -> None:
+    """Let transformers' AutoConfig and AutoModelForCausalLM know a class of ours, if it is one."""
+    file = OWN_CLASSES.get(model_type)
+    if file is not None:
+        importlib.import_module(file)
 
 
 def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:

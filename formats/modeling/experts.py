@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from formats.families.feed_forward import Mixture
+from formats.families.family import Mixture
 
 OnRoute = Callable[[str, Tensor], None]
 OnExpert = Callable[[int, Tensor, int], None]

@@ -1,4 +1,4 @@
-"""What else people give as a model, told by what it is: other runtimes' files, pickled weights."""
+"""What else people give as a model, by its kind: other runtimes' files, pickled weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 
 
 def locate_model(name: str | Path, revision: str | None = None) -> Path:
-    """`formats.hub.model_folder`, but a file is told as what it is.
+    """`formats.hub.model_folder`, but a file of another kind is refused as what it is.
 
     Raises:
         CheckpointError: there is no such folder or model, or it cannot be had.
@@ -23,7 +23,7 @@ def locate_model(name: str | Path, revision: str | None = None) -> Path:
 
 
 def refuse_other_kinds(path: Path) -> None:
-    """Say what a path holds that is no folder of a model in safetensors, if that can be told.
+    """Say what a path holds that is no folder of a model in safetensors, if that is known.
 
     Raises:
         CheckpointError: it is another runtime's format, pickled weights, or a file.

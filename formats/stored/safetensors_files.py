@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
@@ -308,3 +308,56 @@ def _header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> b
     text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+class NamedTensors:
+    """The tensors of a folder by name, each read from its file when it is asked for.
+
+    Attributes:
+        path: The folder.
+    """
+
+    path: Path
+    _files: Mapping[str, TensorFile]
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, sorted."""
+        return tuple(sorted(self._files))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from its file's header."""
+        return self._kind(name)[1]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type of a tensor, from its file's header."""
+        return self._kind(name)[0]
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor from its file."""
+        return read_elements({name: self._file(name)}, [name]).reshape(self.shape(name))
+
+    def tensors(self, names: Sequence[str]) -> Tensor:
+        """Read tensors that differ in their first size at most as one, as `torch.cat` gives it."""
+        width = self.shape(names[0])[1:]
+        return read_elements({name: self._file(name) for name in names}, names).reshape(-1, *width)
+
+    def modules_stored_in(self, dtypes: Collection[torch.dtype]) -> tuple[str, ...]:
+        """Full names of the layers whose weight is packed or of one of some types, sorted."""
+        weights = (
+            name
+            for name, file in self._files.items()
+            if name.endswith(".weight_packed")
+            or (name.endswith(".weight") and file.tensors[name][0] in dtypes)
+        )
+        return tuple(sorted(name.rpartition(".")[0] for name in weights))
+
+    def _kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self._file(name).tensors[name]
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            raise CheckpointError(f"{name} is missing from {self.path}")
+        return self._files[name]

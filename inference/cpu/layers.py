@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.scheme import ActivationSpec
 from inference.models.config import ModelConfig, Routing
 from inference.models.latent import LatentProjections

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from inference.gpu.layers import GpuLinear, workspace_on
 from inference.models.config import ModelConfig
 from inference.models.latent import LatentProjections

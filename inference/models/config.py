@@ -11,8 +11,7 @@ from transformers import PretrainedConfig
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.attention import LatentAttention, QKNorm
-from formats.families.family import Family
+from formats.families.family import Family, LatentAttention, QKNorm
 from formats.families.registry import family_of
 from formats.families.sizes import LatentSizes, heads_of, latent_sizes, needed, rotary_order
 from formats.modeling.config import transformers_config
@@ -39,7 +38,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True)
 class Routing:
-    """How a family's routers choose; see `formats.families.feed_forward.Mixture`.
+    """How a family's routers choose; see `formats.families.family.Mixture`.
 
     Attributes:
         experts: How many there are in a block.

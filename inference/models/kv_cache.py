@@ -13,7 +13,7 @@ from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.kv_scales import ROLES
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.families.registry import find_family
 from formats.modeling.layers import attention_names
 from inference.config import EngineConfig

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.families.sizes import LatentSizes
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import StoredLinear, read_linear

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from inference.models.config import ModelConfig
 from inference.models.feed_forward import FeedForward, load_feed_forward
 from inference.models.latent import LatentProjections, load_latent

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.families.names import EMBEDDING, FINAL_NORM, HEAD, role_of, split_name
 from formats.families.sizes import LatentSizes
 from inference.models.config import ModelConfig

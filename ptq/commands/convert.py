@@ -21,7 +21,7 @@ from formats.command import CommandParser
 from formats.namespace import later
 from formats.stored.other_kinds import locate_model
 from ptq.commands.next_steps import add_quiet
-from ptq.convert.targets import FLOAT_TYPES, TARGETS
+from ptq.convert import FLOAT_TYPES, TARGETS
 
 if TYPE_CHECKING:
     import ptq.convert.convert as conversion

@@ -1,8 +1,8 @@
 """Writes a quantized checkpoint in another layout, and checks what it wrote.
 
 Integers are taken over bit for bit and nothing is quantized again, but for float weights under
-Paddle's tables; only scales are rounded, where the other layout holds them in fp16, and by how much
-is told. The folder is read back and compared with its source before it appears. The target
+Paddle's tables; only scales are rounded, where the other layout holds them in fp16; the result
+says by how much. The folder is read back and compared with its source before it appears. The target
 `paddle` is tables of scales and no weights.
 """
 
@@ -63,7 +63,7 @@ def convert(
         source: Folder of a quantized checkpoint, or its name on the hub; with `tables`, of a float
             model.
         out: Folder to make.
-        target: One of `ptq.convert.targets.TARGETS`.
+        target: One of `ptq.convert.TARGETS`.
         tables: Folder of PaddleNLP's tables of scales, for `compressed_tensors`.
         dtype: Type of the weights, for `float`; None for the one that config.json says.
         force: Whether an existing `out` may be replaced.
@@ -72,7 +72,7 @@ def convert(
 
     Raises:
         CheckpointError: the target cannot express the checkpoint, a file is damaged, or another
-            process writes to `out`; nothing is left behind.
+            process writes to `out`; nothing is left.
     """
     source, out = locate_model(source), Path(out)
     _check_paths(source, out)

@@ -28,8 +28,14 @@ from formats.stored.weights import (
     weight_tensors,
 )
 from kernels.numerics import TYPES, dequantize
-from ptq.convert.conversion import Conversion, compare, parts, require_same, unquantized
-from ptq.convert.surplus import surplus_tensors
+from ptq.convert.conversion import (
+    Conversion,
+    compare,
+    parts,
+    require_same,
+    surplus_tensors,
+    unquantized,
+)
 
 
 def import_folder(

@@ -18,8 +18,7 @@ from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
-from formats.foreign.paddle import FILES
-from formats.foreign.paddle_tables import PaddleScales, read_paddle
+from formats.foreign.paddle import FILES, PaddleScales, read_paddle
 from formats.scale_table import Role, ScaleEntry, ScaleTable
 from formats.scheme import ActivationSpec, Scheme, WeightSpec
 from formats.stored.weights import StoredWeight
@@ -27,7 +26,7 @@ from kernels.numerics import INT8, dequantize, quantize, sqnr_db
 from ptq.convert.conversion import Conversion, parts, unquantized
 
 INT8_WEIGHTS = WeightSpec()
-CLIPPED = 1.01  # times the range of the table; more is told
+CLIPPED = 1.01  # times the range of the table; more is reported
 
 
 def import_tables(

@@ -26,9 +26,8 @@ from formats.scale_table import ScaleTable
 from formats.scheme import Scheme
 from formats.stored.folder import auxiliary_files, read_config
 from kernels.numerics import dequantize
-from ptq.convert.conversion import Conversion, Source, parts
-from ptq.convert.surplus import surplus_tensors
-from ptq.convert.targets import FLOAT_TYPES
+from ptq.convert import FLOAT_TYPES
+from ptq.convert.conversion import Conversion, Source, parts, surplus_tensors
 
 FLOATS: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOAT_TYPES}
 TYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, as transformers 5 and 4 write it

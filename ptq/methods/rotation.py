@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 
 from formats.errors import RecipeError
 from formats.families import names
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.families.groups import SmoothingGroup
 from formats.families.registry import family_of
 from formats.families.sizes import heads_of

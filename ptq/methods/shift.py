@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
 from formats.namespace import later

@@ -9,7 +9,7 @@ others, in every token; Q has no such outliers. With one factor for each channel
 K is cached after rotary embedding, which turns the channels j and j + D/2 (D the head's size) into
 each other: it commutes with Lambda where the two have one factor. Families that turn neighbouring
 channels, or only the first ones of a head, or none in some layers, pair them otherwise
-(`formats.families.pairs`); a channel that does not turn has a factor of its own. So Lambda folds
+(`formats.families.sizes`); a channel that does not turn has a factor of its own. So Lambda folds
 into the rows of k_proj (divided) and of q_proj (multiplied, in all query heads that read the KV
 head), with their biases. Where q and k pass through norms after their projections (Qwen3), whatever
 a projection multiplies is normed away, and Lambda goes into the weights of the norms, which all
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
 from formats.namespace import later

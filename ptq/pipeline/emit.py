@@ -16,7 +16,7 @@ from calibrate.tensor_statistics import TensorStatistics
 from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.kv_scales import LEAF
 from formats.checkpoint.write import CheckpointWriter
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.pack import least_unit
 from formats.scale_table import Role, ScaleEntry
 from formats.stored.weights import StoredWeight, scale_in_table, weight_tensors

@@ -16,8 +16,7 @@ from torch import Tensor
 from calibrate.block import DecoderBlock
 from calibrate.transfers import passed_through
 from calibrate.workers import in_order_of_samples, samples_of
-from formats.families.pairs import turning_pairs
-from formats.families.sizes import heads_of
+from formats.families.sizes import heads_of, turning_pairs
 from formats.modeling.layers import common_inputs, structure_of
 from ptq.methods.common.block import BlockWork, quantized_block
 from ptq.methods.common.events import Event

@@ -12,8 +12,7 @@ from typing import Any
 
 from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.targets import is_ignored
-from formats.families.attention import LatentAttention
-from formats.families.family import Family
+from formats.families.family import Family, LatentAttention
 from formats.families.names import split_name
 from formats.modeling.layers import cached, structure_of
 from formats.scheme import GROUP_SIZES, WeightSpec

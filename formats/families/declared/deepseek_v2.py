@@ -1,8 +1,6 @@
 """DeepSeek-V2, V2-Lite (arXiv 2405.04434): latent attention, experts beside one for all tokens."""
 
-from formats.families.attention import LatentAttention
-from formats.families.family import Family
-from formats.families.feed_forward import ExpertGroups, GatedMLP, Mixture
+from formats.families.family import ExpertGroups, Family, GatedMLP, LatentAttention, Mixture
 
 FAMILY = Family(
     model_types=("deepseek_v2",),

@@ -4,9 +4,7 @@ The layer for predicting further tokens, which its files have after the last blo
 it drafts (`inference.speculate.methods.mtp`); it is not quantized.
 """
 
-from formats.families.attention import LatentAttention
-from formats.families.family import Family
-from formats.families.feed_forward import ExpertGroups, GatedMLP, Mixture
+from formats.families.family import ExpertGroups, Family, GatedMLP, LatentAttention, Mixture
 
 FAMILY = Family(
     model_types=("deepseek_v3",),

@@ -4,8 +4,7 @@ The embedding's rows are multiplied by sqrt(H), H the hidden size; the head, whi
 is not.
 """
 
-from formats.families.attention import Attention
-from formats.families.family import Family, Multipliers, Norms
+from formats.families.family import Attention, Family, Multipliers, Norms
 
 FAMILY = Family(
     model_types=("gemma",),

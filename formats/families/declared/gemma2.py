@@ -4,9 +4,7 @@ Logits of attention and of the head pass c tanh(x / c); every second layer has a
 scaled by a number of their own in the place of the size of a head.
 """
 
-from formats.families.attention import Attention
-from formats.families.family import Family, Multipliers, Norms
-from formats.families.feed_forward import GatedMLP
+from formats.families.family import Attention, Family, GatedMLP, Multipliers, Norms
 
 FAMILY = Family(
     model_types=("gemma2",),

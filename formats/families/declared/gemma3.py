@@ -5,8 +5,8 @@ Five of six layers have a window, and rotation angles of their own.
 
 from dataclasses import replace
 
-from formats.families.attention import Attention
 from formats.families.declared import gemma2
+from formats.families.family import Attention
 
 FAMILY = replace(
     gemma2.FAMILY,

@@ -3,9 +3,7 @@
 The first half of each head turns, in pairs of channels that lie side by side.
 """
 
-from formats.families.attention import Attention
-from formats.families.family import Family
-from formats.families.feed_forward import GatedMLP
+from formats.families.family import Attention, Family, GatedMLP
 
 FAMILY = Family(
     model_types=("glm",),

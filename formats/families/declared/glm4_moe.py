@@ -4,9 +4,7 @@ Half of each head turns, q and k may have norms of their own, the first blocks a
 expert sees every token. Layers that predict further tokens lie after the blocks; they are not run.
 """
 
-from formats.families.attention import Attention
-from formats.families.family import Family
-from formats.families.feed_forward import ExpertGroups, GatedMLP, Mixture
+from formats.families.family import Attention, ExpertGroups, Family, GatedMLP, Mixture
 
 FAMILY = Family(
     model_types=("glm4_moe",),

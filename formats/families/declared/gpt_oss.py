@@ -5,9 +5,7 @@ everywhere, and a window in every other layer. Gates and ups of experts are boun
 multiplied.
 """
 
-from formats.families.attention import Attention
-from formats.families.family import Family
-from formats.families.feed_forward import GatedMLP, Mixture
+from formats.families.family import Attention, Family, GatedMLP, Mixture
 
 FAMILY = Family(
     model_types=("gpt_oss",),

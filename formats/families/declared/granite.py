@@ -4,8 +4,7 @@ The logits are divided by one too. The factors are those of maximal update param
 al. 2022, arXiv 2203.03466).
 """
 
-from formats.families.attention import Attention
-from formats.families.family import Family, Multipliers
+from formats.families.family import Attention, Family, Multipliers
 
 FAMILY = Family(
     model_types=("granite",),

@@ -4,8 +4,7 @@ They do beyond the length that the model was first trained on (`Attention.growth
 Llama 4's; the rotation is scaled by YaRN.
 """
 
-from formats.families.attention import Attention
-from formats.families.family import Family
+from formats.families.family import Attention, Family
 
 FAMILY = Family(
     model_types=("ministral3",), attention=Attention(growth_setting="llama_4_scaling_beta")

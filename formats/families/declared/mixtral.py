@@ -1,7 +1,6 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088): Mistral with experts in every block."""
 
-from formats.families.family import Family
-from formats.families.feed_forward import GatedMLP, Mixture
+from formats.families.family import Family, GatedMLP, Mixture
 
 FAMILY = Family(
     model_types=("mixtral",),

@@ -5,8 +5,7 @@
 q and k pass RMSNorms over their whole projection, all heads together.
 """
 
-from formats.families.attention import Attention
-from formats.families.family import Family, Norms
+from formats.families.family import Attention, Family, Norms
 
 FAMILY = Family(
     model_types=("olmo2",),

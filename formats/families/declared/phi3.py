@@ -4,9 +4,7 @@ Otherwise it is Llama, with rotary embedding of a part of each head (three quart
 and, for long contexts, LongRoPE's frequencies (Ding et al. 2024, arXiv 2402.13753).
 """
 
-from formats.families.attention import Attention
-from formats.families.family import Family
-from formats.families.feed_forward import GatedMLP
+from formats.families.family import Attention, Family, GatedMLP
 
 FAMILY = Family(
     model_types=("phi3",),

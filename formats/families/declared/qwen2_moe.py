@@ -1,7 +1,6 @@
 """Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671): Qwen2 with experts, one of them for all tokens."""
 
-from formats.families.family import Family
-from formats.families.feed_forward import GatedMLP, Mixture
+from formats.families.family import Family, GatedMLP, Mixture
 
 FAMILY = Family(
     model_types=("qwen2_moe",),

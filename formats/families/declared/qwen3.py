@@ -1,7 +1,6 @@
 """Qwen3 (arXiv 2505.09388): Llama with norms of q and k over each head."""
 
-from formats.families.attention import Attention
-from formats.families.family import Family
+from formats.families.family import Attention, Family
 
 FAMILY = Family(
     model_types=("qwen3",), attention=Attention(qk_norm="head", bias_setting="attention_bias")

@@ -1,8 +1,6 @@
 """Qwen3-MoE (arXiv 2505.09388): Qwen3 with experts."""
 
-from formats.families.attention import Attention
-from formats.families.family import Family
-from formats.families.feed_forward import GatedMLP, Mixture
+from formats.families.family import Attention, Family, GatedMLP, Mixture
 
 FAMILY = Family(
     model_types=("qwen3_moe",),

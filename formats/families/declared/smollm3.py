@@ -1,7 +1,6 @@
 """SmolLM3 (Bakouch et al. 2025): Llama, every fourth layer of which does not turn q and k."""
 
-from formats.families.attention import Attention
-from formats.families.family import Family
+from formats.families.family import Attention, Family
 
 FAMILY = Family(
     model_types=("smollm3",),

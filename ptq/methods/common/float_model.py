@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.families.registry import attention_names, family_of
-from formats.modeling.own_classes import make_known
+from formats.modeling.config import make_known
 from formats.namespace import later
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from formats.families.attention import LatentAttention
+from formats.families.family import LatentAttention
 from formats.families.registry import FAMILIES
 from ptq.report.data import ReportData
 from ptq.report.outliers import OutlierRow, by_ratio, distinct_inputs

@@ -82,6 +82,6 @@ def test_rows_are_read_alone(make_model, monkeypatch):
         read.append(found.nbytes)
         return found
 
-    monkeypatch.setattr("formats.checkpoint.read.read_elements", noted)
+    monkeypatch.setattr("formats.stored.safetensors_files.read_elements", noted)
     assert part.tensor(f"{Q}.weight").shape == (64, 128)
     assert read == [64 * 128 * 2]

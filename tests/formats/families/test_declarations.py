@@ -1,7 +1,8 @@
-"""Declarations are found by being there, are data, and are what everybody else asks."""
+"""Declarations are found by being there, are data, and are what everybody else asks; what names tell."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -12,8 +13,29 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from formats.errors import CheckpointError
 from formats.families import registry
-from formats.families.registry import FAMILIES, MODEL_TYPES, family_of, find_family, unsupported
-from formats.families.sizes import Heads, heads_of
+from formats.families.family import Attention, Family
+from formats.families.names import (
+    any_expert,
+    block_of,
+    by_block,
+    expert_of,
+    is_projection,
+    is_router,
+    is_shared_expert,
+    split_name,
+)
+from formats.families.registry import (
+    BY_TYPE,
+    FAMILIES,
+    MODEL_TYPES,
+    family_of,
+    find_family,
+    unsupported,
+)
+from formats.families.sizes import Heads, heads_of, turning_pairs
+from formats.families.table import DOCUMENT, read_table, with_table
+from ptq.commands.families import main
+from tests.families_table import OTHERS, measured_row, write_tiny
 
 ROOT = Path(__file__).resolve().parents[3]
 DECLARED = ROOT / "formats" / "families" / "declared"
@@ -82,3 +104,81 @@ def test_nobody_else_asks_which_family_a_model_is(room):
             assert not asks.search(line), f"{where} asks for a model_type; read the declaration"
             shape = line.strip().startswith('"model_type": ')  # of a random checkpoint
             assert shape or not kinds.search(line), f"{where} names a family"
+
+
+def test_names_tell_projections_from_routers():
+    block = "model.layers.3"
+    for name in ("block_sparse_moe.experts.7.w2", "mlp.experts.11.up_proj", "mlp.gate_proj"):
+        assert is_projection(f"{block}.{name}")
+        assert not is_router(f"{block}.{name}")
+    for name in ("block_sparse_moe.gate", "mlp.gate", "mlp.shared_expert_gate"):
+        assert is_router(f"{block}.{name}")
+        assert not is_projection(f"{block}.{name}")
+
+
+def test_names_tell_block_and_expert():
+    name = "model.layers.12.mlp.experts.7.up_proj"
+    assert (block_of(name), expert_of(name)) == ("model.layers.12", 7)
+    assert split_name(name) == ("12", "mlp.experts.7", "up_proj")
+    assert split_name("model.layers.3.input_layernorm") == ("3", "", "input_layernorm")
+    assert any_expert(name) == "model.layers.12.mlp.experts.*.up_proj"
+    assert (block_of("lm_head.weight"), split_name("lm_head")) == (None, None)
+    shared = "model.layers.0.mlp.shared_expert.up_proj"
+    assert (expert_of(shared), is_shared_expert(shared)) == (None, True)
+    assert by_block([name, "lm_head"]) == {"model.layers.12": [name], "": ["lm_head"]}
+
+
+CONFIG = {"num_attention_heads": 2, "hidden_size": 12, "layers": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "found"),
+    [
+        ("halves", 1.0, (0, 1, 2, 0, 1, 2)),
+        ("halves", 2 / 3, (0, 1, 0, 1, 2, 3)),
+        ("interleaved", 1.0, (0, 0, 1, 1, 2, 2)),
+        ("interleaved", 2 / 3, (0, 0, 1, 1, 2, 3)),
+    ],
+)
+def test_pairs_are_those_that_turn(kind, part, found):
+    attention = Attention(rotary_pairs=kind, unrotated_setting="layers")
+    family = Family(model_types=("x",), attention=attention, partial_rotary=True)
+    config = CONFIG | {"partial_rotary_factor": part}
+    assert turning_pairs(family, config, 0) == found
+    assert turning_pairs(family, config, 1) == (0, 1, 2, 3, 4, 5)
+    assert turning_pairs(family, {**config, "layers": None}, 1) == found
+
+
+ROWS = {row["family"]: row for row in read_table()}
+AGAIN = "write the table again: python -m tests.families_table"
+
+
+def test_every_declared_type_has_its_row():
+    assert list(ROWS) == [*sorted(BY_TYPE), OTHERS["family"]], AGAIN
+    assert with_table(read_table()) == DOCUMENT.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", sorted(BY_TYPE))
+def test_a_row_is_what_a_model_shows(tmp_path, kind):
+    found = measured_row(kind, write_tiny(kind, tmp_path), tmp_path)
+    assert found == {column: ROWS[kind][column] for column in found}, AGAIN
+
+
+def test_a_command_prints_it(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["family", "smoothing"]
+    assert [line.split()[0] for line in lines[1 : len(ROWS)]] == sorted(BY_TYPE)
+    assert main(["olmo2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [ROWS["olmo2"]]
+    assert main(["gpt2"]) == 0
+    assert "No family of the name gpt2 is declared" in capsys.readouterr().out
+
+
+def test_nothing_heavy_is_imported_for_it():
+    code = (
+        "import sys, ptq.commands.families as f; f.main([])\n"
+        "print({'torch', 'transformers', 'pydantic'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] in ("set()", "{'pydantic'}")

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.families import check_blocks, check_engine, check_quantized
-from tests.ptq.quantizing import random_tokens
+from formats.checkpoint.read import Checkpoint
+from ptq.pipeline.driver import quantize_tokens
+from tests.experts import MOE
+from tests.families import (
+    METHODS,
+    check_blocks,
+    check_engine,
+    check_quantized,
+    check_rounding,
+    transformers_logits,
+)
+from tests.ptq.quantizing import make_plan, random_tokens
 from tests.tiny_families import TINY
 
 
@@ -20,3 +30,16 @@ def test_logits_and_blocks_are_those_of_transformers(make_model, kind):
 @pytest.mark.parametrize("kind", TINY)
 def test_quantized_checkpoints_run_here_and_in_transformers(make_model, tmp_path, kind, preset):
     check_quantized(make_model(kind, **TINY[kind]), tmp_path, preset)
+
+
+MODELS = {"llama": {}, "qwen2": {}} | MOE
+
+
+@pytest.mark.parametrize("preset", ["a8w8c8", "w4"])
+@pytest.mark.parametrize("family", MODELS)
+def test_the_kl_is_that_of_the_same_numbers_in_transformers(make_model, tmp_path, family, preset):
+    folder = make_model(family, **MODELS[family])
+    plan = make_plan(folder, tmp_path, preset, methods=METHODS[preset][0])
+    path = quantize_tokens(plan, random_tokens(), progress=False).checkpoint
+    ids = random_tokens().sequences()[1]
+    check_rounding(Checkpoint.open(path), ids, transformers_logits(folder, ids), 0.3)

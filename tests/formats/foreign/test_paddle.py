@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from formats.errors import CheckpointError
-from formats.foreign.paddle_tables import read_paddle
+from formats.foreign.paddle import read_paddle
 
 CONFIG = {
     "model_type": "llama",

@@ -1,4 +1,0 @@
-"""What a checkpoint can be converted to, by name."""
-
-TARGETS = ("gptq", "gptq_v2", "awq", "fp8_block", "compressed_tensors", "paddle", "float")
-FLOAT_TYPES = ("bfloat16", "float16", "float32")
