@@ -17,12 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from formats.errors import EngineError
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.kv_cache import CacheShape, LayerCache, change_blocks
-from inference.models.network import Computed
+from inference.models.network import Computed, Network
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.drafter import HiddenStates
@@ -110,7 +111,7 @@ def _cache(target: Target, shape: ModelConfig) -> CacheShape:
     return cache.fitted(target.backend.head_sizes, float_sinks=False)
 
 
-class HeadNetwork:
+class HeadNetwork(Network):
     """A head as what drafts; see `inference.models.network.Network`.
 
     Args:
@@ -124,8 +125,8 @@ class HeadNetwork:
         self._head, self.longest, self.size = head, longest, head.shape.hidden_size
 
     @torch.no_grad()
+    @override
     def step(self, batch: Any, pools: Sequence[KVPool], hidden: Tensor | None) -> Computed:
-        """`Network.step`."""
         assert hidden is not None
         y = self._head.run(batch, hidden, pools[0])
         y = y if batch.rows is None else y[batch.rows]

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from inference.proposers import DraftMethod
+from inference.proposers import DraftMethod, Proposer
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.speculate.methods.ngram import BREAK, FORGET, LEAST_CHANCE, MULTIPLIER, NGramProposer
 
@@ -24,7 +25,7 @@ MOST_PLACES = 32  # newest occurrences that are counted
 WORD = (1 << 64) - 1
 
 
-class SuffixProposer:
+class SuffixProposer(Proposer):
     """Drafts from what was served before, and, as an `NGramProposer`, from the sequence's own text.
 
     About 40 us a sequence and step, beside the n-gram's, and 0.5 us a token of an ended request.
@@ -45,8 +46,8 @@ class SuffixProposer:
         self._told = dict.fromkeys(LENGTHS, 4.0)  # drafts that were verified, each by its share,
         self._right = {n: 4.0 * n / (n + 1) for n in LENGTHS}  # and how many of them were accepted
 
+    @override
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
-        """See `Proposer.propose`."""
         counts = self._own.propose(batch, places, most)
         self.confidence = self._own.confidence
         for row, (place, limit) in enumerate(zip(places.tolist(), most.tolist(), strict=True)):
@@ -67,8 +68,8 @@ class SuffixProposer:
                 self._drafts[place] = _Draft(serial, known, tokens[:count], shares[:count], length)
         return counts
 
+    @override
     def note_end(self, tokens: Sequence[int], prompt: int) -> None:
-        """See `Proposer.note_end`."""
         self._served.add(tokens)
 
     def _judge(self, batch: RunningBatch, place: int, known: int) -> None:
