@@ -128,7 +128,7 @@ class ChainProposer(Proposer):
         self._chain = network_backend(target).chain(network, pools, sizes, features)
 
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
-        """`Proposer.propose`; none behind the network's last position."""
+        """`Proposer.propose`; none after the network's last position."""
         counts, room = np.zeros_like(places), self._longest + 1 + self._shift - batch.known[places]
         most = np.minimum(most, room)
         going = np.flatnonzero((most > 0) & (self._broken[places] != batch.serial[places]))

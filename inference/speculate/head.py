@@ -1,10 +1,10 @@
-"""Drafts of a head: one decoder block behind the model, which reads the model's hidden states.
+"""Drafts of a head: one decoder block after the model, which reads the model's hidden states.
 
 Of every token that the model computes, the feature (what the head reads) is kept at the slot that
 the token has in the model's cache; so a prompt whose beginning was found in the cache has its
 features there, too. The head's own K and V of a token depend on the next one as well
 (`CachedTokens`), and those that it made of its own output are made again from the model's hidden
-states once these are there. Of requests that run at once and differ behind a block that they share,
+states once these are there. Of requests that run at once and differ after a block that they share,
 the last of its tokens has K and V of one of them: that changes what is drafted for the others a
 little.
 """
@@ -156,7 +156,7 @@ class HeadProposer(ChainProposer):
         super().__init__(network, target, backend.cache(cache), self._features)
         self._head = head
         self.reads = HiddenStates(head.taps, model.config.hidden_size, backend.dtype, self._keep)
-        self._told = CachedTokens(cache.blocks, sizes.max_batch_size, sizes.max_model_len)
+        self._known = CachedTokens(cache.blocks, sizes.max_batch_size, sizes.max_model_len)
 
     @torch.no_grad()
     def _keep(self, hidden: Tensor, slots: Tensor) -> None:
@@ -166,8 +166,8 @@ class HeadProposer(ChainProposer):
 
     def note_hidden(self, work: Work) -> None:
         """`HiddenStateProposer.note_hidden`: features of these tokens are there."""
-        self._told.count(work.batch, work.places)
-        self._told.finish(work.batch, work.places, work.starts, work.starts + work.counts)
+        self._known.count(work.batch, work.places)
+        self._known.finish(work.batch, work.places, work.starts, work.starts + work.counts)
 
     def note_changes(self, changes: BlockChanges) -> None:
         """`HiddenStateProposer.note_changes`: copies have what the copied blocks have."""
@@ -176,12 +176,12 @@ class HeadProposer(ChainProposer):
             sources, targets = torch.tensor(changes.copies, device=self._features.device).T
             features = self._features[: self._spare].view(-1, KV_BLOCK, self._features.shape[1])
             features[targets] = features[sources]
-            self._told.copy(changes.copies)
+            self._known.copy(changes.copies)
             self._held.copy(changes.copies)
 
     def _ready(self, batch: RunningBatch, places: Ints) -> Ints:
         known = batch.known[places]
-        return np.flatnonzero((known > 1) & (self._told.count(batch, places) == known - 1))
+        return np.flatnonzero((known > 1) & (self._known.count(batch, places) == known - 1))
 
     def _kept(self, known: Ints, drafts: Ints) -> Ints:
         return known - self._shift

@@ -43,7 +43,7 @@ class SuffixProposer(Proposer):
         self.confidence: NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._served, self._own = Served(capacity), NGramProposer()
         self._drafts: dict[int, _Draft] = {}
-        self._told = dict.fromkeys(LENGTHS, 4.0)  # drafts that were verified, each by its share,
+        self._expected = dict.fromkeys(LENGTHS, 4.0)  # verified drafts, each by its share,
         self._right = {n: 4.0 * n / (n + 1) for n in LENGTHS}  # and how many of them were accepted
 
     @override
@@ -55,7 +55,7 @@ class SuffixProposer(Proposer):
             self._judge(batch, place, known)
             context = batch.ids[place, max(known - LENGTHS[0], 0) : known].tolist()
             tokens, shares, length = self._served.follow(context, limit)
-            worth = self._right[length] / self._told[length] if length else 0.0
+            worth = self._right[length] / self._expected[length] if length else 0.0
             chances = np.minimum(np.array(shares) * worth, 1.0)
             paths = np.cumprod(chances)
             count = int(np.count_nonzero(paths >= LEAST_CHANCE))
@@ -77,20 +77,20 @@ class SuffixProposer(Proposer):
         draft = self._drafts.pop(place, None)
         if draft is None or draft.serial != batch.serial[place]:
             return
-        came = batch.ids[place, draft.known : known].tolist()
-        right = told = 0.0
-        for token, share, wanted in zip(draft.tokens, draft.shares, came, strict=False):
-            told += share
+        following = batch.ids[place, draft.known : known].tolist()
+        right = expected = 0.0
+        for token, share, wanted in zip(draft.tokens, draft.shares, following, strict=False):
+            expected += share
             right += token == wanted
             if token != wanted:
                 break
-        self._told[draft.length] = FORGET * self._told[draft.length] + told
+        self._expected[draft.length] = FORGET * self._expected[draft.length] + expected
         self._right[draft.length] = FORGET * self._right[draft.length] + right
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """What was proposed, behind how many tokens, and how likely it was by an n-gram of a length."""
+    """What was proposed, after how many tokens, and how likely it was by an n-gram of a length."""
 
     serial: int
     known: int
@@ -103,7 +103,7 @@ class Served:
     """Tokens of past requests, the newest of them, and where their n-grams occurred.
 
     A position counts all tokens ever added; it stands in the arrays at its remainder. An n-gram is
-    known by the position behind it.
+    known by the position after it.
 
     Args:
         capacity: Most tokens, a power of 2.
@@ -141,7 +141,7 @@ class Served:
                 self._chain(n, hashes, np.arange(start + n, start + count + 1))
 
     def follow(self, context: list[int], most: int) -> tuple[list[int], list[float], int]:
-        """What came most often behind the longest n-gram that ends a text.
+        """What most often followed the longest n-gram that ends a text.
 
         Args:
             context: The text's last tokens.
@@ -162,7 +162,7 @@ class Served:
         return [], [], 0
 
     def _places(self, n: int, hashed: int, context: list[int]) -> Ints:
-        """Positions behind the newest n-grams that equal the text's last tokens."""
+        """Positions after the newest n-grams that equal the text's last tokens."""
         found, before = [], self._before[n]
         position = int(self._newest[n][hashed])
         while position - n >= self._end - self._mask - 1 and position >= 0:
