@@ -51,7 +51,7 @@ class Gradients:
     Attributes:
         outputs: G = sum_t g_t g_t^T / sum_t |g_t|^2, fp32. Of a layer: its diagonal blocks
             [blocks, size, size], the last one filled up with zeros, of trace 1 together (before
-            what lies outside of the blocks is left out as after). Of K and V: [kv heads, D, D], of
+            what is outside of the blocks is left out as after). Of K and V: [kv heads, D, D], of
             trace 1 each. Zero where nothing depends on it.
         mean: Of |g_t|^2 over all tokens: fp32, one element, or [kv heads].
         weights: |g_t|^2 of each sample, in the order of the samples: fp32 [tokens] of a layer,

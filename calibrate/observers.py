@@ -71,7 +71,7 @@ def entropy(stats: TensorStatistics, dtype: QuantizedType = INT8, cells: int = 2
     """Range of least KL divergence (Migacz, "8-bit Inference with TensorRT", GTC 2017).
 
     The magnitudes are put into 2048 equal cells. For each range of i cells, P is the distribution
-    with all beyond the range in its last cell, Q is the same (without what lies beyond) after
+    with all beyond the range in its last cell, Q is the same (without what is beyond) after
     merging to 128 levels and spreading each level over its occupied cells; the i with the least
     KL(P, Q) wins. No range is below 1/16 of the largest magnitude: i starts at 128.
     """

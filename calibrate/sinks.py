@@ -54,7 +54,7 @@ class Peaks:
         return count
 
     def others(self, sinks: int) -> dict[str, float]:
-        """Layers in which tokens behind the first `sinks` stand out, with the largest ratio."""
+        """Layers in which tokens after the first `sinks` stand out, with the largest ratio."""
         found: dict[str, float] = {}
         places: list[list[int]] = (self.ratios > OUTLIER).nonzero().tolist()
         for sample, token in places:

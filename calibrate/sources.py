@@ -1,4 +1,4 @@
-"""Documents from where text lies: the standard library, local files, `datasets` names.
+"""Documents from where text is: the standard library, local files, `datasets` names.
 
 Every reader gives a list of texts and refuses what it cannot read with a `RecipeError` that says
 where the fault is.

@@ -92,7 +92,7 @@ class DatasetSpec(Strict):
     Null takes, of a model with a chat template and data that are no chats, these in the template.
     """
     pack: bool = True
-    """Fill every sequence: text is joined with the end-of-text token and cut anywhere, behind the
+    """Fill every sequence: text is joined with the end-of-text token and cut anywhere, after the
     BOS token of a tokenizer that has one; of chats a sequence begins with one and is filled with
     whole ones. Otherwise one document a sequence, cut at its length and padded.
     """

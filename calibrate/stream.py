@@ -271,7 +271,7 @@ class BlockStream:
 
     @contextmanager
     def _loaded_when_called(self) -> Iterator[None]:
-        """Load what lies outside of the blocks when its code is called, and free it in the end."""
+        """Load what is outside of the blocks when its code is called, and free it in the end."""
         handles, loaded, shared = [], set[nn.Module](), dict[str, Tensor]()
 
         def read(name: str) -> Tensor:

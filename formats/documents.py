@@ -25,7 +25,7 @@ def read_document(folder: Path, name: str, kind: type[T], remedy: str) -> T | No
         remedy: What to do about a damaged one, as a sentence.
 
     Raises:
-        CheckpointError: it is not JSON, or not of this kind, or lies elsewhere.
+        CheckpointError: it is not JSON, or not of this kind, or is elsewhere.
     """
     path = find_file(folder, name)
     return None if path is None else parse(path.read_bytes(), kind, str(path), remedy)

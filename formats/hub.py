@@ -1,4 +1,4 @@
-"""Where a model lies that is given by a folder or a name.
+"""Where a model is that is given by a folder or a name.
 
 A name is a local folder's, one of the models that come with the project, or else
 `organization/model` on the Hugging Face hub. What comes from there goes through huggingface_hub:
@@ -82,7 +82,7 @@ def model_folder(name: str | Path, revision: str | None = None) -> Path:
 
 
 def near_folder(path: str | Path) -> str:
-    """`did you mean ...? ` where a folder of a close name lies where a path should lead."""
+    """`did you mean ...? ` where a folder of a close name is where a path should lead."""
     above = Path(path).parent
     inside = above.iterdir() if above.is_dir() else ()
     names = [p.name for p in inside if p.is_dir() and not p.name.startswith(".")]

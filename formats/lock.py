@@ -32,7 +32,7 @@ BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 def output_locked(output: Path) -> Iterator[None]:
     """Be the only one to write into an output folder; it is made, and removed if it stays empty.
 
-    The file lies in the folder, so that whoever reaches the folder, over a network or from another
+    The file is in the folder, so that whoever reaches the folder, over a network or from another
     container, meets the same lock.
 
     Raises:
@@ -53,7 +53,7 @@ def output_locked(output: Path) -> Iterator[None]:
 def target_locked(target: Path) -> Iterator[None]:
     """Be the only one to make a folder that appears at once, by a rename; errors as above.
 
-    The file lies beside the folder. A run that works in a folder to be replaced is met, too.
+    The file is beside the folder. A run that works in a folder to be replaced is met, too.
     """
     target = target.resolve()
     with _locked(target.with_name(f".{target.name}{LOCK_FILE}"), target):

@@ -65,7 +65,7 @@ class _KernelsFinder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Where a module lies; None for all but modules right below `kernels`."""
+        """Where a module is; None for all but modules right below `kernels`."""
         if name.rpartition(".")[0] != "kernels":
             return None
         return PathFinder.find_spec(name, [str(ROOT / "kernels")], target)

@@ -1,6 +1,6 @@
 """Small integers in 32-bit words, as compressed-tensors' `pack-quantized` stores them.
 
-Source: compressed-tensors, `pack_quantized`: element k of a row lies in word k // n, at bit
+Source: compressed-tensors, `pack_quantized`: element k of a row is in word k // n, at bit
 b (k % n), where a word holds n = 32 / b values, each stored as value + 2^(b - 1). Weights are
 packed along their inputs, zero points along the outputs.
 

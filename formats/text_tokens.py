@@ -111,7 +111,7 @@ def has_chat_template(tokenizer: Any) -> bool:
 def brings_chat_template(folder: Path) -> bool:
     """Whether a model's folder holds a chat template, without loading its tokenizer.
 
-    It is a file of its own, or lies in the tokenizer's settings, as older models have it.
+    It is a file of its own, or is in the tokenizer's settings, as older models have it.
     """
     if (folder / "chat_template.jinja").is_file():
         return True

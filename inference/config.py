@@ -26,7 +26,7 @@ class SpeculateConfig(Strict):
             request's `reference`. `suffix`: what followed them in all that was served. `draft`:
             what a smaller model says. `eagle`: what a head says that reads the model's hidden
             states (EAGLE-3). `mtp`: what the multi-token prediction layer says that models of
-            DeepSeek-V3's build have behind their last block.
+            DeepSeek-V3's build have after their last block.
         path: Of `draft` and `eagle`: the model or head, a folder or `organization/model` on the
             Hugging Face hub. Of `mtp`: the checkpoint with that layer; default: the model's own.
         depth: Drafts of each request in a step; default: as many as pay, none where none do.

@@ -302,7 +302,7 @@ class Engine:
             prompt: Text, or token ids.
             top: How many of the likeliest tokens are told.
             beams: Most requests that it will have been forked to at any time, itself included.
-            max_tokens: Most tokens that any of them will have behind the prompt.
+            max_tokens: Most tokens that any of them will have after the prompt.
             stop_token_ids: Tokens that the client looks out for; only checked.
             request_id: Its name; default a new one.
 

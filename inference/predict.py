@@ -5,7 +5,7 @@
     echo "def add(a, b):" | ptq predict CHECKPOINT --prompt -
     ptq predict CHECKPOINT --input rows.jsonl --output out.jsonl
 
-Where the model has a chat template, a prompt goes through it as a user's message, behind a system
+Where the model has a chat template, a prompt goes through it as a user's message, after a system
 message if there is one; `--raw` leaves it off.
 
 Rows are objects with a text `src` or a chat `messages` and, if there is one, a reference `tgt`:

@@ -4,7 +4,7 @@ there are no compiled kernels.
 Arguments and results are those of the op of the same name. Two promises hold here as there: what is
 rounded to integers has the same bits as in the compiled kernels, and a row has the same bits
 whatever other rows share the call. For the second, only operations are used whose result for an
-element does not depend on where the element lies: `torch.exp` has one code for whole vectors and
+element does not depend on where the element is: `torch.exp` has one code for whole vectors and
 for remainders, `torch.sigmoid` and `F.silu` have two, which differ in the last bit.
 
 Integer products: the integers are held in fp32, where products of two of them add up exactly as
@@ -33,13 +33,12 @@ from kernels.numerics import (
     FP8,
     INT4,
     INT8,
-    QuantizedType,
     block_absmax,
     choose_scale,
     fake_quantize_activations,
     quantize,
 )
-from kernels.packed_cache import LEAST_FP16, MOST_FP16, pack_halves, token_scales, turned
+from kernels.packed_cache import pack_halves, token_scales, turned
 
 RUN = 1024  # inputs whose int8 products add up exactly in fp32: 127 * 128 * 1024 < 2^24
 ROWS = 16  # of one float product
@@ -196,11 +195,3 @@ def write_kv(
             own = scale.reshape(1, scale.shape[0], -1)  # [1, Hkv, 1 or D]
         q = quantize(x, own, kind)
         held[block, :, offset] = pack_halves(q) if kind is INT4 else q
-
-
-def _token_scales(x: Tensor, kind: QuantizedType, held: torch.dtype) -> Tensor:
-    """Scales of heads [T, Hkv, D] that are quantized as they come, in the type they are held in."""
-    if kind is INT4:
-        return token_scales(x)
-    scale = choose_scale(block_absmax(x, (1, 1, -1)), kind)
-    return (scale.clamp(LEAST_FP16, MOST_FP16) if held == torch.float16 else scale).to(held)

@@ -1,4 +1,4 @@
-"""What lies in a run's output folder, by name; known without reading any of it.
+"""What is in a run's output folder, by name; known without reading any of it.
 
 How a person reads figures, tables and paths, and names modules on a command line.
 """
@@ -114,7 +114,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def typed_path(path: Path) -> str:
-    """A path from the current directory where it lies below it; otherwise absolute."""
+    """A path from the current directory where it is below it; otherwise absolute."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def version() -> str:
-    """Version of the installed package, or of the checkout that this file lies in."""
+    """Version of the installed package, or of the checkout that this file is in."""
     try:
         return importlib.metadata.version("ptq")
     except importlib.metadata.PackageNotFoundError:

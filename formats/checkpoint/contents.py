@@ -61,7 +61,7 @@ def read_contents(path: Path, *, to_run: bool = True, predicting: bool = False) 
     Args:
         path: The folder.
         to_run: Whether to refuse a layout that has to be converted before it is run.
-        predicting: Keep the layers behind the last block, which predict further tokens; of folders
+        predicting: Keep the layers after the last block, which predict further tokens; of folders
             in a layout of other software they are left out.
 
     Raises:

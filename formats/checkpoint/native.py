@@ -50,7 +50,7 @@ class UnitRows:
 
 
 class Turned:
-    """The weight of a linear layer [out, in] that lies as [in, out].
+    """The weight of a linear layer [out, in] that is stored as [in, out].
 
     Args:
         file: Holds it as it is stored.

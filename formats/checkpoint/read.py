@@ -118,7 +118,7 @@ class Checkpoint:
                 that they belong to the checkpoint.
             revision: Branch, tag or commit of a model on the hub.
             to_run: Refuse a layout of other software that has to be converted before it is run.
-            predicting: Read the layers behind the last block, too, which predict further tokens.
+            predicting: Read the layers after the last block, too, which predict further tokens.
 
         Raises:
             CheckpointError: something is missing, extra, damaged or not run here; it is named.
@@ -270,7 +270,7 @@ class Checkpoint:
         return sum(path.stat().st_size for path in files)
 
     def scale(self, name: str) -> Tensor:
-        """A scale tensor in fp32, whether it lies in the served files or in `quant/`."""
+        """A scale tensor in fp32, whether it is in the served files or in `quant/`."""
         if name in self._files:
             return _as_float(self.tensor(name))
         beside = {**self._cache.files, **self.sinks.files}

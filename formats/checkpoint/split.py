@@ -174,10 +174,10 @@ def split_stored(
     Args:
         files: By the names on disk.
         config: config.json; without a declaration of its family, files are left as they are.
-        predicting: Keep the layers behind the last block, which predict further tokens.
+        predicting: Keep the layers after the last block, which predict further tokens.
 
     Raises:
-        CheckpointError: a tensor has another shape, or lies beside layers of the same name.
+        CheckpointError: a tensor has another shape, or is beside layers of the same name.
     """
     family, found = find_family(config), dict[str, TensorFile](files)
     if family is None:
@@ -201,7 +201,7 @@ def split_stored(
 
 
 def _lies_behind(name: str, count: int) -> bool:
-    """Whether a tensor is one of a layer behind so many blocks."""
+    """Whether a tensor is one of a layer after so many blocks."""
     block = block_of(name)
     return block is not None and int(block.rpartition(".")[2]) >= count
 

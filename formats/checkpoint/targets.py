@@ -6,7 +6,7 @@ merged layer means the same to both:
 
     re:.*layers\\.(0|3)\\.self_attn\\.(q_proj|k_proj|v_proj|qkv_proj)$
 
-The head lies beside the blocks and is named alone, by the end of its name. No pattern of a group
+The head is beside the blocks and is named alone, by the end of its name. No pattern of a group
 matches a layer of another one, so that their order means nothing.
 """
 

@@ -99,11 +99,11 @@ class LatentAttention:
         q_a: Name of the first of two query projections.
         q_norm: Name of the norm between them.
         q_b: Name of the second, with the rows of each head.
-        kv_a: Name of the projection to the latent, and behind it to the key part that is rotated.
+        kv_a: Name of the projection to the latent, and after it to the key part that is rotated.
         kv_norm: Name of the latent's norm.
         kv_b: Name of the projection from the latent: of each head the rows of W^UK, then of W^UV.
             Runtimes multiply queries by the one and results by the other, so that its input, which
-            lies in the cache, is none of a linear layer: its weight alone is quantized.
+            is in the cache, is none of a linear layer: its weight alone is quantized.
         o: Name of the output projection.
         bias_setting: Key of config.json that gives q_a, kv_a and o a bias each.
         rotary_pairs: Which channels turn together, as in `Attention`.

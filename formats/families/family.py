@@ -83,7 +83,7 @@ class Family:
         partial_rotary: Which part of each head turns, the first, where config.json leaves it out;
             None where heads turn as a whole.
         multipliers: Factors and bounds outside of attention.
-        predicting: Key of config.json of how many layers stand behind the blocks that predict
+        predicting: Key of config.json of how many layers stand after the blocks that predict
             further tokens; they are read where they draft. None where files have none.
         paddle: Its name in PaddleNLP's tables of scales; None where these are not known.
     """

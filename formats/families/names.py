@@ -46,13 +46,13 @@ def split_name(name: str) -> tuple[str, str, str] | None:
 
 
 def list_of(name: str) -> str:
-    """Own name of the list of blocks that a module lies in, such as `layers`; "" outside."""
+    """Own name of the list of blocks that a module is in, such as `layers`; "" outside."""
     match = _IN_BLOCK.fullmatch(name)
     return "" if match is None else match[1]
 
 
 def block_of(name: str) -> str | None:
-    """Full name of the decoder block that a module or tensor lies in; None outside of them."""
+    """Full name of the decoder block that a module or tensor is in; None outside of them."""
     match = _BLOCK.match(name)
     return None if match is None else match[0]
 

@@ -53,7 +53,7 @@ def unsupported(config: Mapping[str, Any], source: str = "") -> str:
 
     Args:
         config: Its config.json.
-        source: Where that lies, if the message is to tell.
+        source: Where that is, if the message is to tell.
     """
     found, of = config.get("model_type"), f" of {source}" if source else ""
     if not isinstance(found, str):

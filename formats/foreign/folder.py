@@ -73,7 +73,7 @@ class ForeignFolder:
         self.modules = self._complete_layers()
 
     def layout_of(self, module: str) -> Layout:
-        """How one of its quantized layers lies there."""
+        """How one of its quantized layers is laid out there."""
         return self._settings.of(module).layout
 
     def scheme_of(self, module: str) -> Scheme:
@@ -236,7 +236,7 @@ class ForeignLayer:
         path: The file of its integers.
         shape: Outputs and inputs.
         dtype: Type of its scales.
-        layout: How it lies in the folder.
+        layout: How it is laid out in the folder.
         tensors: Type and shape of each of its tensors, by names of compressed-tensors.
     """
 

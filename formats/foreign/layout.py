@@ -26,7 +26,7 @@ RUN_SIZES = (-1, 32, 64, BLOCK)
 
 @dataclass(frozen=True)
 class Layout:
-    """How a quantized linear layer lies in a foreign checkpoint.
+    """How a quantized linear layer is laid out in a foreign checkpoint.
 
     Attributes:
         name: For messages.

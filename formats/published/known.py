@@ -19,7 +19,7 @@ linear layers as all others; what is quantized is stored as [out, in]."""
 
 
 def is_turned(config: Mapping[str, Any], module: str) -> bool:
-    """Whether the float weight of a module, by its full or own name, lies as [in, out]."""
+    """Whether the float weight of a module, by its full or own name, is stored as [in, out]."""
     turned = TURNED.get(str(config.get("model_type")), ())
     return module.rpartition(".")[2] in turned
 
@@ -30,7 +30,7 @@ def find_layout(config: Mapping[str, Any]) -> PublishedLayout | None:
 
 
 def needs_code(config: Mapping[str, Any]) -> bool:
-    """Whether a model is none without the code that lies beside it (auto_map).
+    """Whether a model is none without the code that is beside it (auto_map).
 
     It needs none in a layout that is known here, nor where its code is of the class that
     transformers has for its model_type: such files were published before transformers had it, and

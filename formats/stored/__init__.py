@@ -1,1 +1,1 @@
-"""What lies in a model's folder, whatever its layout: files, tensors, quantized weights."""
+"""What is in a model's folder, whatever its layout: files, tensors, quantized weights."""

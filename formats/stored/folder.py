@@ -1,4 +1,4 @@
-"""What lies in a checkpoint folder beside its tensors: configuration, manifest, other files."""
+"""What is in a checkpoint folder beside its tensors: configuration, manifest, other files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ AGAIN = "Copy the checkpoint again, or write it again"
 
 
 class OwnPart(CacheSchemes):
-    """What lies in `quant/`, as config.json says under a key of its own: scales of the cache.
+    """What is in `quant/`, as config.json says under a key of its own: scales of the cache.
 
     Without it nobody could tell a folder that has lost its `quant/` from one that never had any.
 

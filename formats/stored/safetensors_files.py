@@ -141,7 +141,7 @@ class SafetensorsFile:
 
 
 def read_elements(files: Mapping[str, TensorFile], names: Sequence[str]) -> Tensor:
-    """Read tensors into one of one dimension, the elements of each behind those before it.
+    """Read tensors into one of one dimension, the elements of each after those before it.
 
     They are read and not mapped: pages of a mapped file stay in memory as long as it is open, so
     that going through a model block by block would take as much as the whole of it.
@@ -187,7 +187,7 @@ def read_tensors(files: Mapping[str, TensorFile], names: Sequence[str]) -> list[
 def _read_header(
     path: Path,
 ) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], dict, dict[str, tuple[int, int]]]:
-    """Type and shape of each tensor, the metadata, and where in the file each tensor lies."""
+    """Type and shape of each tensor, the metadata, and where in the file each tensor is."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

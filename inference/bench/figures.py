@@ -44,7 +44,7 @@ class Drafts(Strict):
 
     Attributes:
         steps: Times that a request had drafts in a step.
-        proposed: Drafts that were computed, by their position behind the last token, as far as
+        proposed: Drafts that were computed, by their position after the last token, as far as
             there were any.
         accepted: Those that were accepted, by position.
         tokens_per_step: Mean tokens of a request in a step in which it had drafts; 1 without any.

@@ -1,4 +1,4 @@
-"""A random model that lies nowhere: its tensors are made on the device where they are read."""
+"""A random model that is stored nowhere: its tensors are made on the device where they are read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from inference.bench.shapes import PUBLISHED, read_scheme, read_shape
 
 
 class RandomCheckpoint(Checkpoint):
-    """A checkpoint of random weights that lies nowhere: its tensors are made when they are read.
+    """A checkpoint of random weights in no file: its tensors are made when they are read.
 
     Args:
         shape: As in `read_shape`.
@@ -159,7 +159,7 @@ class RandomCheckpoint(Checkpoint):
 
     @property
     def nbytes(self) -> int:
-        """0: nothing lies on a disk."""
+        """0: nothing is on a disk."""
         return 0
 
 

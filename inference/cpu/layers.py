@@ -128,7 +128,7 @@ class Linear:
 
     @property
     def gathers(self) -> bool:
-        """Whether `gather` gives rows of the weight as it lies in memory."""
+        """Whether `gather` gives rows of the weight as it is in memory."""
         return self.order is None
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,7 +142,7 @@ class Linear:
 
     @property
     def matrix(self) -> Tensor | None:
-        """The weight [N, K], where there are no compiled kernels and it lies as that."""
+        """The weight [N, K], where there are no compiled kernels and it is stored as that."""
         return self.weight.packed if isinstance(self.weight, FloatWeight) else None
 
 

@@ -102,7 +102,7 @@ class TritonBackend:
         return own, own
 
     def cache(self, shape: CacheShape) -> list[KVPool]:
-        """Allocate a cache in the kernels' layout: V lies token by token."""
+        """Allocate a cache in the kernels' layout: V is stored token by token."""
         if not shape.quantized and shape.dtype not in (None, self.dtype):
             raise EngineError(
                 f"kv_dtype: found {_name(shape.dtype)}; on a GPU a cache that is not quantized has "

@@ -5,7 +5,7 @@ own, chooses their first drafts and leaves on the device where the next step goe
 the network reads again, positions. That step, one token a sequence, does the same for its next; it
 is replayed for each further draft. So the host says one block of bytes a chain, and reads its
 drafts when the last is there. A sequence that is to have fewer drafts than others writes nothing
-behind its last (`limit`).
+after its last (`limit`).
 
 Both steps are padded and captured as CUDA graphs by their sizes. What many tokens have not been
 computed of, such as a prompt, is computed before by steps that are not captured.
@@ -156,7 +156,7 @@ class DeviceChain:
         return counts, broken
 
     def _chain(self, wanted: Catching, starts: Ints, depth: int) -> NDArray[np.int64]:
-        """Drafts [depth, sequences], those behind what a sequence is to have without meaning."""
+        """Drafts [depth, sequences], those after what a sequence is to have without meaning."""
         count = len(wanted.places)
         left = wanted.batch.known[wanted.places] - self._network.shift - starts
         size = ChainSize(decodes_of(int(left.sum())).decodes, decodes_of(count).decodes)
@@ -350,7 +350,7 @@ def row_shapes(tokens: int) -> dict[str, Shape]:
 
 
 def write_sequences(arrays: Arrays, wanted: Catching, shift: int) -> None:
-    """Write what is said of sequences; rows behind them stand for none."""
+    """Write what is said of sequences; rows after them stand for none."""
     batch, places = wanted.batch, wanted.places
     count, known = len(places), batch.known[places]
     values = {
@@ -374,7 +374,7 @@ def write_last(arrays: Arrays, left: Ints, tokens: int) -> None:
 def write_rows(
     arrays: Arrays, batch: RunningBatch, places: Ints, starts: Ints, counts: Ints, shift: int
 ) -> None:
-    """Write tokens [starts, starts + counts) of sequences; rows behind them stand for none."""
+    """Write tokens [starts, starts + counts) of sequences; rows after them stand for none."""
     total, before = int(counts.sum()), np.cumsum(counts) - counts
     index = np.repeat(np.arange(len(places)), counts)
     positions = np.arange(total) - before[index] + starts[index]

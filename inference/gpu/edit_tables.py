@@ -1,7 +1,7 @@
 """Biases and masks on the device, where steps find them; only what is new is moved there.
 
 A sequence's biases are written to the row of its place when it gets it. Masks change with every
-token: those of a step's constrained sequences, and behind each of their drafts, are moved before
+token: those of a step's constrained sequences, and after each of their drafts, are moved before
 it, and no others, to the first rows. Since a mask needs the token before it, steps with masks never
 overlap.
 """

@@ -20,7 +20,7 @@ class MergedExperts:
     """The same linear layer of each expert of a mixture, run as one.
 
     Attributes:
-        weight: The first one's; the others lie behind it, in order.
+        weight: The first one's; the others lie after it, in order.
         rows: How inputs are given to `run`: `scale` is None, or has one element or one for each
             expert.
         outputs: As of `GpuLinear`.

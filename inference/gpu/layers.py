@@ -74,7 +74,7 @@ class GpuLinear:
         rows: How its input is given to `run`.
         order: int64 [K], the input that each column of the weight multiplies, of a stack [E, K];
             None where column k multiplies input k.
-        outputs: How many there are, where the weight has rows of filling behind them; else None.
+        outputs: How many there are, where the weight has rows of filling after them; else None.
         missing: Columns of zeros that the weight has after its inputs; the zeros of rows are
             stored by whoever quantizes them (`InputFormat.length`).
         invariant: Whether a row's result has the same bits whatever other rows there are.
@@ -118,7 +118,7 @@ class GpuLinear:
 
     @property
     def gathers(self) -> bool:
-        """Whether `gather` gives rows of the weight as it lies."""
+        """Whether `gather` gives rows of the weight as it is."""
         return self.weight.gathers and self.order is None
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,6 +219,6 @@ def _repeated(tensor: Tensor | None, times: int, dim: int) -> Tensor | None:
 
 
 def _wider(rows: Tensor, columns: int) -> Tensor:
-    """Rows of any type with some columns of zeros behind them."""
+    """Rows of any type with some columns of zeros after them."""
     own = rows.view(torch.int8) if rows.dtype == FP8 else rows
     return torch.nn.functional.pad(own, (0, columns)).view(rows.dtype)

@@ -151,7 +151,7 @@ class DeviceLoop:
         return self._ahead and bool(free.all()) and scheduler.unhindered
 
     def _look_ahead(self) -> Prepared | None:
-        """Plan the step behind a step of drafts while the device computes that."""
+        """Plan the step after a step of drafts while the device computes that."""
         now = self._on_its_way
         if now is None or not self._ahead or not now.work.drafts.any() or now.done:
             return None
@@ -174,7 +174,7 @@ class DeviceLoop:
 def _spoiled_by_drafts(launched: Launched, tokens: Ints) -> Bools:
     """Which slices have drafts and a row whose logits are not finite.
 
-    The V of a wrong draft need not be finite, and attention multiplies what is behind a sequence's
+    The V of a wrong draft need not be finite, and attention multiplies what is after a sequence's
     last token by 0: 0 times NaN is NaN. What comes without drafts is found by computing the
     sequence again.
     """

@@ -2,7 +2,7 @@
 
 A step whose number of tokens is small is padded, so that a CUDA graph captured for one serves many:
 first the sequences of one token, as many as the next power of two (or, in a step of more than 32 of
-them and nothing else, what lies halfway); then, in a step that has others, `PROMPTS` sequences of
+them and nothing else, what is halfway); then, in a step that has others, `PROMPTS` sequences of
 `Size.tokens` tokens together. A draft counts as a sequence of one token.
 
 The arrays of a step as one block of bytes: made on the host, moved to the device by one copy.
@@ -209,13 +209,13 @@ def _power(count: int) -> int:
 
 
 def _halfway(count: int) -> int:
-    """The next power of two; above 32, or what lies halfway to it."""
+    """The next power of two; above 32, or what is halfway to it."""
     power = _power(count)
     return power * 3 // 4 if power > 32 and count <= power * 3 // 4 else power
 
 
 def _rounded(tokens: int) -> int:
-    """The next of 16, 32, 48, 64, 96, 128, 192, ...: powers of two and what lies halfway."""
+    """The next of 16, 32, 48, 64, 96, 128, 192, ...: powers of two and what is halfway."""
     return max(16, _halfway(tokens))
 
 

@@ -96,7 +96,7 @@ def padded_shapes(size: Size, width: int) -> dict[str, Shape]:
 
 
 def write_step(arrays: Arrays, work: Work, size: Size | WholeSize) -> None:
-    """Write a step's arrays; what they held is overwritten, but for blocks behind the last of all.
+    """Write a step's arrays; what they held is overwritten, but for blocks after the last of all.
 
     Args:
         arrays: Of `step_shapes`.

@@ -68,7 +68,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a cache has to hold; how it lies in memory is the backend's.
+    """What a cache has to hold; how it is laid out in memory is the backend's.
 
     Attributes:
         blocks: Blocks of 64 tokens.
@@ -132,7 +132,7 @@ class CacheShape:
     def fitted(
         self, sizes: Callable[[int, int], tuple[int, int]], *, float_sinks: bool
     ) -> CacheShape:
-        """The same as kernels take it: with heads of their sizes, the numbers behind their own 0.
+        """The same as kernels take it: with heads of their sizes, the numbers after their own 0.
 
         Args:
             sizes: Gives the sizes of heads of K and V for those of a layer.
@@ -154,7 +154,7 @@ class CacheShape:
         """A pool of zeros for each layer.
 
         Args:
-            device: Where it lies.
+            device: Where it is.
             dtype: Of K and V where they are not quantized.
             tokens_last: Whether values lie as [blocks, Hkv, D, 64], not as [blocks, Hkv, 64, D];
                 latents, which are keys too, never do.
@@ -257,7 +257,7 @@ def _fitted(layer: LayerCache, sizes: Callable[[int, int], tuple[int, int]]) -> 
 
 
 def change_blocks(pools: Sequence[KVPool], changes: BlockChanges) -> None:
-    """Do what the next step needs done to the cache; on a GPU behind the steps on their way."""
+    """Do what the next step needs done to the cache; on a GPU after the steps on their way."""
     copy_blocks(pools, changes.copies)
     clear_blocks(pools, changes.clears)
 
@@ -281,7 +281,7 @@ def copy_blocks(pools: Sequence[KVPool], pairs: Sequence[tuple[int, int]]) -> No
 def clear_blocks(pools: Sequence[KVPool], blocks: Sequence[int]) -> None:
     """Clear blocks of what may be NaN or infinite: V of floats, also of sink tokens.
 
-    Kernels read whole blocks, and multiply by 0 what there is behind a sequence's last token.
+    Kernels read whole blocks, and multiply by 0 what there is after a sequence's last token.
     """
     floats = [pool.v for pool in pools if pool.v_scale is None]
     floats += [pool.sink_v for pool in pools if pool.sink_v is not None]

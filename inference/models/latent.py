@@ -26,7 +26,7 @@ from kernels.numerics import dequantize
 
 @dataclass(frozen=True)
 class LatentProjections(Generic[L]):
-    """What stands between the layers that read attention's input and the cache, and behind it.
+    """What stands between the layers that read attention's input and the cache, and after it.
 
     Attributes:
         q_norm: Weight of the norm of the queries' latent [Rq]; None where q is one projection.
@@ -109,7 +109,7 @@ def load_latent(
 
 
 def _query_rows(sizes: LatentSizes, channels: Channels) -> list[int]:
-    """Rows of a projection to queries, so that what turns together lies in two halves."""
+    """Rows of a projection to queries, so that what turns together is in two halves."""
     head = [*range(sizes.plain), *(sizes.plain + c for c in channels or range(sizes.rotated))]
     return [h * len(head) + row for h in range(sizes.heads) for row in head]
 

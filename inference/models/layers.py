@@ -26,7 +26,7 @@ class LinearLayer(Protocol):
 
     @property
     def gathers(self) -> bool:
-        """Whether `gather` gives rows of the weight as it lies in memory."""
+        """Whether `gather` gives rows of the weight as it is in memory."""
         ...
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,7 +40,7 @@ class LinearLayer(Protocol):
 
     @property
     def matrix(self) -> Tensor | None:
-        """The weight [N, K], where it lies in memory as that; a tied embedding is this tensor."""
+        """The weight [N, K], where it is in memory as that; a tied embedding is this tensor."""
         ...
 
 

@@ -39,7 +39,7 @@ class Network(Protocol):
 
     Attributes:
         longest: Most tokens of a sequence in its cache.
-        shift: Tokens behind a cached one that what is cached of it depends on: position t reads
+        shift: Tokens after a cached one that what is cached of it depends on: position t reads
             the id of token t + shift.
         size: Numbers that it reads of each token beside its id; 0 where that is all.
         captured: Whether a GPU may capture its steps.
@@ -85,7 +85,7 @@ class Chain(Protocol):
     """Runs a network over sequences."""
 
     def draft(self, wanted: Catching) -> tuple[Ints, Bools]:
-        """Write drafts to `batch.ids`, behind what is known.
+        """Write drafts to `batch.ids`, after what is known.
 
         Returns:
             How many there are of each sequence, and of which the logits were not finite: these

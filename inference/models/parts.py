@@ -1,4 +1,4 @@
-"""The parts of a decoder as they are loaded: its blocks, and what stands before and behind them."""
+"""The parts of a decoder as they are loaded: its blocks, and what stands before and after them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Whether a checkpoint's tensors have the shapes that its config.json describes.
 
-Kernels multiply what they are given: a head too many would be read from behind a tensor's end.
+Kernels multiply what they are given: a head too many would be read from after a tensor's end.
 """
 
 from __future__ import annotations

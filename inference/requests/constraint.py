@@ -142,10 +142,10 @@ class Matcher(Protocol):
         ...
 
     def masks_behind(self, drafts: Sequence[int], ends: Sequence[bool]) -> list[np.ndarray]:
-        """Which tokens may come next, and behind each of some drafts, as if these had come.
+        """Which tokens may come next, and after each of some drafts, as if these had come.
 
         Args:
-            drafts: One token after the other; behind one that may not come nothing counts.
+            drafts: One token after the other; after one that may not come nothing counts.
             ends: As `ends` of `mask`, for each of the masks.
 
         Returns:

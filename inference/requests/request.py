@@ -237,7 +237,7 @@ def check_prompt(
         length: Most tokens of prompt and output.
         positions: Most tokens that the model allows.
         vocabulary: Tokens that it knows.
-        room: Tokens that must still fit behind the prompt.
+        room: Tokens that must still fit after the prompt.
 
     Raises:
         RequestError: it is empty, too long or holds unknown tokens.

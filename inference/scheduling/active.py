@@ -144,14 +144,14 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
     ) -> StepResult:
         """Give requests what a device chose for their slices.
 
-        Where a slice has drafts there is a token behind each of its rows; those count whose row is
+        Where a slice has drafts there is a token after each of its rows; those count whose row is
         that of the last token or of a draft that came.
 
         Args:
             work: The step.
             which: Indices of slices of it.
             firsts: The row of each one's last token; those of its drafts follow.
-            tokens: The token chosen behind each row; negative where logits were not finite.
+            tokens: The token chosen after each row; negative where logits were not finite.
             told: By row, the log probabilities of those that want them.
         """
 
@@ -316,7 +316,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             which: Indices of slices of it.
             firsts: The row of each one's last token; those of its drafts follow.
             among: Those whose tokens are what `chosen` says.
-            chosen: The token that comes behind each row; negative where logits are not finite.
+            chosen: The token that comes after each row; negative where logits are not finite.
             now: Seconds at which the tokens were there.
             result: What the step gave; it is told the tokens.
 
@@ -327,12 +327,12 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         plain = among & ~batch.watched[places] & (batch.logprobs[places] < 0)
         own, count = places[:, None], np.where(plain, drafts, 0)
         column = np.arange(count.max(initial=0) + 1)
-        at = np.minimum(column, count[:, None])  # those behind the last draft repeat it
+        at = np.minimum(column, count[:, None])  # those after the last draft repeat it
         tokens = chosen[firsts[:, None] + at]
         drafted = batch.ids[own, batch.known[own] + at]
         ended = (tokens[:, :, None] == batch.ends[own]).any(axis=2)
         right = (column < count[:, None]) & (tokens == drafted)
-        others = np.cumprod(right & ~ended, axis=1).sum(axis=1)  # tokens behind which one comes
+        others = np.cumprod(right & ~ended, axis=1).sum(axis=1)  # tokens after which one comes
         gained = column <= others[:, None]
         served = plain & ~(gained & (tokens < 0)).any(axis=1)
         accepted = np.where(served, others + right[np.arange(len(right)), others], 0)
@@ -389,7 +389,7 @@ def _likeliest_of(logits: Tensor, counts: Ints, drafts: Ints) -> Ints:
     Args:
         logits: fp32 [R, vocabulary].
         counts: Rows of each slice; of those, all before the next token's are of a prompt.
-        drafts: Rows of each behind the next token's.
+        drafts: Rows of each after the next token's.
     """
     before = np.cumsum(counts) - counts
     rows = np.flatnonzero(np.arange(len(logits)) >= np.repeat(before + counts - 1 - drafts, counts))

@@ -168,7 +168,7 @@ class ActiveRequest:
         return sample(logits, self.prompt, tokens, params, forbidden, self._seed, mask)
 
     def next_masks(self, drafts: Sequence[int]) -> list[np.ndarray]:
-        """Which tokens its constraint lets come next, and behind each of some drafts.
+        """Which tokens its constraint lets come next, and after each of some drafts.
 
         Returns:
             One more than there are drafts, each as `Matcher.mask`.

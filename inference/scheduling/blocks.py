@@ -68,8 +68,8 @@ class Beginning(NamedTuple):
 
     Attributes:
         computed: How many of its tokens can be found.
-        coming: The last block behind them that another one is about to compute, if there is any.
-        following: The whole block behind them all, which nobody has or will have yet.
+        coming: The last block after them that another one is about to compute, if there is any.
+        following: The whole block after them all, which nobody has or will have yet.
     """
 
     computed: int = 0

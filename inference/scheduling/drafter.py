@@ -63,14 +63,14 @@ class Drafter(Protocol):
         ...
 
     def plan_ahead(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
-        """As `plan`, for the step behind one that still runs.
+        """As `plan`, for the step after one that still runs.
 
         Nothing is noted: the step may be planned again when that one has ended.
         """
         ...
 
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
-        """Write drafts to `batch.ids`, behind what is known; how many there are of each.
+        """Write drafts to `batch.ids`, after what is known; how many there are of each.
 
         Args:
             batch: The running sequences.

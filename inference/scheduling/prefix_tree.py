@@ -22,7 +22,7 @@ Key = tuple[int, bytes]
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A whole block of tokens behind those of the nodes before it.
+    """A whole block of tokens after those of the nodes before it.
 
     Attributes:
         key: Number of the node before, or of a root, and the tokens.
@@ -54,7 +54,7 @@ class PrefixTree:
         return next(self._numbers)
 
     def find(self, parent: int, tokens: bytes) -> Node | None:
-        """The node of a block of tokens behind a parent."""
+        """The node of a block of tokens after a parent."""
         return self._nodes.get((parent, tokens))
 
     def add(self, parent: int, tokens: bytes) -> Node:

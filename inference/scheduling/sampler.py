@@ -152,7 +152,7 @@ def _largest(x: Floats, count: int) -> Ints:
 
 
 def log_min_p(min_p: float) -> float:
-    """How far, in logits, the least that `min_p` keeps lies from the largest; at most 0."""
+    """How far, in logits, the least that `min_p` keeps is from the largest; at most 0."""
     return math.log(min_p) if min_p > 0 else -math.inf
 
 
@@ -238,7 +238,7 @@ def rank(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
         count: Tokens beside them.
 
     Returns:
-        The `count` most likely tokens of each row, most likely first, and its own behind them:
+        The `count` most likely tokens of each row, most likely first, and its own after them:
         int64 and fp32, both [rows, min(count, vocabulary) + 1].
     """
     logprobs = torch.log_softmax(logits, dim=1)

@@ -6,7 +6,7 @@ sequences and of the first that wait and would find a place, share the rest of t
 block, the one that began last gives its blocks up and waits at the head of the queue, to be
 computed again.
 
-A sequence begins behind what the cache holds of its tokens already. What it computes can be found
+A sequence begins after what the cache holds of its tokens already. What it computes can be found
 by others: its prompt from the step on that computes it, what it generated when it leaves, for
 whichever reason, unless its logits were not finite. While a running sequence is computing what a
 waiting one begins with, that one waits for it, and lets others by.
@@ -140,7 +140,7 @@ class Scheduler:
         self._release(sequence, failed=failed)
 
     def look_ahead(self, work: Work) -> Work | None:
-        """The step behind a step of drafts that runs on a device, as if none were accepted.
+        """The step after a step of drafts that runs on a device, as if none were accepted.
 
         Where its tokens stand, which depends on that, and its drafts are all that is not known of
         it. Blocks are taken for it, however many are accepted. None where more may change: requests
@@ -302,7 +302,7 @@ class Scheduler:
         return drafts
 
     def _with_blocks(self, places: Ints, length: Ints, drafts: Ints) -> Ints:
-        """Get blocks for drafts behind so many tokens, or have fewer drafts: none for which another
+        """Get blocks for drafts after so many tokens, or have fewer drafts: none for which another
         sequence might give way."""
         batch, drafts = self.batch, drafts.copy()
         for i in np.flatnonzero(batch.missing(places, length + drafts)).tolist():
@@ -450,7 +450,7 @@ class Scheduler:
         return count
 
     def _enter(self, sequence: Sequence, behind: Sequence | None = None) -> int:
-        """Give a sequence that has its blocks a place; in order last, or behind another."""
+        """Give a sequence that has its blocks a place; in order last, or after another."""
         place = self.batch.enter(sequence)
         self.batch.set_table(place, self.blocks.table(sequence.name))
         at = len(self.running) if behind is None else self.running.index(behind) + 1

@@ -27,7 +27,7 @@ class Held(NamedTuple):
 
     Attributes:
         name: Its name.
-        max_tokens: Most tokens that it may have behind its prompt: what was asked for, or what
+        max_tokens: Most tokens that it may have after its prompt: what was asked for, or what
             `max_model_len` leaves.
     """
 
@@ -41,7 +41,7 @@ def check_beams(beams: int, prompt: int, room: int, places: int, blocks: int) ->
     Args:
         beams: How many they are; they share the whole blocks of the prompt.
         prompt: Its tokens.
-        room: Most tokens of each behind it.
+        room: Most tokens of each after it.
         places: Of the batch.
         blocks: Of the cache.
 
@@ -155,7 +155,7 @@ class Sequence:
         places: Places that it keeps while it runs: its own, and those of what is forked from it.
         order: When it arrived, or what it was forked from; of preempted ones the first goes first.
         place: Its row, None while it waits.
-        next_masks: Which tokens may come next and behind drafts, where that is said; see
+        next_masks: Which tokens may come next and after drafts, where that is said; see
             `ActiveRequest.next_masks`.
         reference: Tokens of a text that it is expected to repeat in parts, for drafts.
     """

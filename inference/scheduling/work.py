@@ -85,7 +85,7 @@ class Work:
         whole: Whether the logits of all the tokens are wanted.
         logprobs: How many of the likeliest tokens the device is to tell with the new one; -1: none,
             or the host finds them.
-        drafts: How many of the tokens, the last ones, are drafts behind those that are known.
+        drafts: How many of the tokens, the last ones, are drafts after those that are known.
     """
 
     batch: RunningBatch
@@ -103,7 +103,7 @@ class Work:
     def of(
         cls, batch: RunningBatch, places: Ints, counts: Ints, drafts: Ints | None = None
     ) -> Work:
-        """The next so many tokens of the sequences at some places, and drafts behind them.
+        """The next so many tokens of the sequences at some places, and drafts after them.
 
         Args:
             batch: Holds the sequences; `RunningBatch.ids` has the drafts.
@@ -198,7 +198,7 @@ class Work:
         """The same with each token of those that have drafts as a slice of its own.
 
         A place has several then, one after the other, the context of each a token longer; a next
-        token is chosen behind the last known one and behind each draft.
+        token is chosen after the last known one and after each draft.
 
         Args:
             every: Do so with all of them.

@@ -224,6 +224,6 @@ def attend(
 
 
 def widened(x: Tensor, size: int) -> Tensor:
-    """Heads [T, heads, D] with zeros behind their numbers, up to a size."""
+    """Heads [T, heads, D] with zeros after their numbers, up to a size."""
     missing = size - x.shape[-1]
     return torch.nn.functional.pad(x, (0, missing)) if missing else x

@@ -130,7 +130,7 @@ class HeadRows(nn.Module):
 class Head(nn.Module):
     """The layer that gives logits, of those tokens of a step whose logits are wanted.
 
-    What transformers' code does with logits behind it (a factor, a bound) it does with these.
+    What transformers' code does with logits after it (a factor, a bound) it does with these.
 
     Args:
         layer: Runs it.

@@ -139,7 +139,7 @@ class _Loader:
                     setattr(parent, name, RoutedExperts(part))
 
     def _load_head(self) -> None:
-        """The layer that gives logits; a tied embedding is its matrix where it lies as one."""
+        """The layer that gives logits; a tied embedding is its matrix where it is stored as one."""
         head, embedding = self._model.get_output_embeddings(), self._model.get_input_embeddings()
         if not isinstance(head, nn.Linear):
             raise CheckpointError(

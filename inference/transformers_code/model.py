@@ -93,7 +93,7 @@ class CodeModel:
     Attributes:
         config: Its shape.
         dtype: Of activations.
-        device: Where it lies.
+        device: Where it is.
         sink_tokens: Positions from the first on whose tokens have static input scales of their own.
 
     Raises:

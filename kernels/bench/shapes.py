@@ -1,7 +1,7 @@
 """What `ptq bench --kernels` and `--tune` run on: families, sizes, what a peer must know.
 
 Families of linear layers are named by what is multiplied: `w4a16` has 4-bit weights and inputs in
-floats, `w8a8` int8 both. `_g64` behind a family stands for groups of 64 inputs, `_zeros` for zero
+floats, `w8a8` int8 both. `_g64` after a family stands for groups of 64 inputs, `_zeros` for zero
 points, `w4a8_two_level` for scales of two levels, `w4a16_nvfp4` and `w4a16_mxfp4` for e2m1 weights.
 Nothing heavy is imported here: a command line is read before torch is.
 """
@@ -31,7 +31,7 @@ PREFILL = (((1024,), 1024), ((1024,), 4096), ((1024,) * 8, 1024), ((2048,), 3276
 MIXED = (1,) * 16 + (1024,)
 EXPERT_TOKENS = (1, 16, 64, 512)
 EXPERT_LAYERS = ((5760, 2880), (2880, 2880))  # of a gpt-oss-20b
-FEW = (128,)  # behind a long context
+FEW = (128,)  # after a long context
 KINDS_DECODE = ((1, 4096), (16, 4096), (64, 1024))
 KINDS_PREFILL = (((1024,), 1024), ((1024,), 4096))
 CPU_SHAPES = ((8192, 2048), (2048, 8192))

@@ -251,7 +251,7 @@ def absmax_scale(absmax, dtype: tl.constexpr):
 
 @triton.jit
 def token_scale(low, high, dtype: tl.constexpr):
-    """Scale of what lies between two bounds: of int4 (uint8) as `kernels.packed_cache` takes it."""
+    """Scale of what is between two bounds: of int4 (uint8) as `kernels.packed_cache` takes it."""
     absmax = tl.maximum(high, -low)
     if dtype == tl.uint8:
         size = tl.minimum(tl.maximum(absmax * 0.125, LEAST_FP16), MOST_FP16)

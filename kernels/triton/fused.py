@@ -36,7 +36,7 @@ from kernels.triton.rows import launch_shape, outputs_of, part_of, store_row
 
 @triton.jit
 def root_mean_square(h, eps, SIZE):
-    """Of a row with zeros behind its SIZE elements."""
+    """Of a row with zeros after its SIZE elements."""
     return tl.sqrt_rn(tl.sum(h * h, 0) / SIZE + eps)
 
 

@@ -64,7 +64,7 @@ def next_commands(checkpoint: Path) -> list[str]:
 
 
 def checkpoint_lines(checkpoint: Path) -> list[str]:
-    """Where a checkpoint lies, and, where it is so, that no other software opens it."""
+    """Where a checkpoint is, and, where it is so, that no other software opens it."""
     reason = native.said_in_card(checkpoint)
     return [f"checkpoint: {typed_path(checkpoint)}", *([f"note: {reason}"] if reason else [])]
 

@@ -3,7 +3,7 @@
     ptq report OUTPUT
 
 `ptq run` ends with the same. Both models run in this project's engine: the original as it came, the
-quantized one with its integer kernels and its quantized cache. The report lies in OUTPUT/report as
+quantized one with its integer kernels and its quantized cache. The report is in OUTPUT/report as
 one HTML file, as Markdown and as JSON. Exit codes: as of `ptq run`.
 """
 

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
-    """Quantize, compare, and say where it all lies."""
+    """Quantize, compare, and say where it all is."""
     require_own_packages("inference")
     output = loaded.recipe.output.path
     plan = planning.plan_recipe(loaded, force=arguments.force)

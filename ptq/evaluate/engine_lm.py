@@ -56,7 +56,7 @@ class EngineLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text stands behind that has no context: the token that begins texts, if any."""
+        """What a text stands after that has no context: the token that begins texts, if any."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 

@@ -87,7 +87,7 @@ def measure_peers(
     *,
     progress: bool = True,
 ) -> tuple[PeerRow, ...]:
-    """Measure the peers of a recipe; what they print lies in `peers/` below its output path.
+    """Measure the peers of a recipe; what they print is in `peers/` below its output path.
 
     Args:
         recipe: Its report says which peers.

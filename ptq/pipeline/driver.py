@@ -234,7 +234,7 @@ class _Driver:
             self.events.append(Event(module=name, kind="outlier_token", message=message))
 
     def result(self, table: ScaleTable) -> QuantizationResult:
-        """Write what lies beside the checkpoint; returns the outcome."""
+        """Write what is beside the checkpoint; returns the outcome."""
         output = self.recipe.output.path
         with self.watch.phase("write"):
             self.statistics.save(output / STATISTICS_FILE)

@@ -37,7 +37,7 @@ def emit_rest(
 ) -> None:
     """Copy every tensor that belongs to no decoder block, bit for bit, but for one of that name.
 
-    What lies behind the last block, as layers do that predict further tokens (DeepSeek-V3), is left
+    What is after the last block, as layers do that predict further tokens (DeepSeek-V3), is left
     out: nothing runs it, and it is not calibrated.
     """
     parents = {block.rpartition(".")[0] for block in blocks}
@@ -45,18 +45,6 @@ def emit_rest(
     for name in checkpoint.names():
         if name != without and not numbered.match(name):
             writer.add(name, checkpoint.tensor(name))
-
-
-def emit_block(
-    writer: CheckpointWriter,
-    tensors: Mapping[str, Tensor],
-    kv_scales: Mapping[str, tuple[Tensor, Tensor]],
-) -> None:
-    """Write the tensors of a solved block and its scales of K and V."""
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    for attention, (k, v) in kv_scales.items():
-        writer.set_kv_scales(attention, k, v)
 
 
 def block_tensors(

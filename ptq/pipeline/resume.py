@@ -4,7 +4,7 @@ Beside the checkpoint that is being made, in `<output>/.resume`:
 
     progress.json                  what the run is (`ptq.pipeline.key`) and how many blocks are done
     block-00003.safetensors        what the checkpoint gets of a block, under `tensor/<name>`, what
-                                   lies beside it under `beside/<name>`, and under
+                                   is beside it under `beside/<name>`, and under
                                    `found/<method>/<name>` what its methods found
     block-00003.json               its rows of the record
     block-00003.statistics         what calibration saw of it

@@ -243,7 +243,7 @@ def _nearest(entry: str, linears: Mapping[str, object]) -> str:
 
 
 def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key, str]]:
-    """An output folder that is taken, holds the model, or lies on a disk that is too small."""
+    """An output folder that is taken, holds the model, or is on a disk that is too small."""
     key, path = ("output", "path"), recipe.output.path
     if path.exists() and not path.is_dir():
         yield key, f"{path} is a file; give a folder with --output"

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from yaml.constructor import ConstructorError
 
-Key = tuple[str | int, ...]  # where a value lies: names of mapping keys and indices into lists
+Key = tuple[str | int, ...]  # where a value is: names of mapping keys and indices into lists
 
 MOST_VALUES = 10_000  # far above any recipe; stops aliases that multiply each other
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")

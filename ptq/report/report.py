@@ -60,7 +60,7 @@ def make_report(
 
     Args:
         result: The finished quantization.
-        plan: What it followed; its recipe says what is measured and where the output lies.
+        plan: What it followed; its recipe says what is measured and where the output is.
         evaluation: The recipe's evaluation tokens; None reads them.
         ordered: What a search for a budget has found, and measured on them.
         progress: Show progress bars.

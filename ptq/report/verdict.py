@@ -3,9 +3,9 @@
 Limits are the recipe's thresholds. Where it has none, the limit is what its scheme by its methods
 is known to have lost on the nearest model, with a margin (`ptq.report.known`).
 
-green   every limit holds, and lies beyond the 95% interval of its figure
+green   every limit holds, and is beyond the 95% interval of its figure
 amber   every limit holds, but within what chance may do: other text could tell otherwise
-red     a threshold is missed, or the whole interval lies beyond what is known
+red     a threshold is missed, or the whole interval is beyond what is known
 grey    the recipe sets no thresholds, and nothing is known of its scheme
 """
 
@@ -82,7 +82,7 @@ def _half(ends: Interval | None) -> float:
 
 
 def _is_unsure(check: Check, ends: Interval | None) -> bool:
-    """Whether the threshold lies within the figure's interval."""
+    """Whether the threshold is within the figure's interval."""
     return ends is None or ends[0] <= check.limit <= ends[1]
 
 

@@ -1,7 +1,7 @@
 """GLM-4.5, 4.6, 4.7 (Zeng et al. 2025, arXiv 2508.06471): experts chosen as in DeepSeek-V3.
 
 Half of each head turns, q and k may have norms of their own, the first blocks are dense, and one
-expert sees every token. Layers that predict further tokens lie behind the blocks; they are not run.
+expert sees every token. Layers that predict further tokens lie after the blocks; they are not run.
 """
 
 from formats.families.attention import Attention

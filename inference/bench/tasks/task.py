@@ -164,7 +164,7 @@ class ForcedLogits:
             text = self._of_block[block]
             while at < len(rows) and rows[at] < end:
                 following = positions[rows[at]] + 1
-                if following < len(text):  # else it is the row of a draft behind the end
+                if following < len(text):  # else it is the row of a draft after the end
                     forced.append(at)
                     tokens.append(text[following])
                 at += 1

@@ -171,7 +171,7 @@ def write_values(
             begin, count = 64 - at % 16, (at % 16 != 0).to(tl.int32)
     ROWS: tl.constexpr = DIM // 2 if tl.uint8 == TYPE else DIM
     d = tl.arange(0, WIDE // 2 if tl.uint8 == TYPE else WIDE)
-    channel = d % ROWS if WIDE != DIM else d  # what stands behind a head's last is not written
+    channel = d % ROWS if WIDE != DIM else d  # what stands after a head's last is not written
     for group in range(count):
         token = first + (begin + group * 16 + tl.arange(0, 16)) % 64
         rows, line, place, written, scale = values_of(

@@ -1,6 +1,6 @@
 """What decode attention multiplies, in registers as tensor cores take it (Gluon).
 
-Part of `kernels.triton.attention.decode_hopper`, which says why it lies so.
+Part of `kernels.triton.attention.decode_hopper`, which says why it is so.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 
 LOWEST = gl.constexpr(-1e30)  # a maximum of nothing
 LIFT = gl.constexpr(256.0)  # of weights that a token's scale makes small
-INT4 = gl.constexpr(4)  # what pages hold: int4 lies two in a byte
+INT4 = gl.constexpr(4)  # what pages hold: int4 is two in a byte
 INT8 = gl.constexpr(8)
 FP8 = gl.constexpr(9)
 TYPES = {torch.uint8: INT4.value, torch.int8: INT8.value, torch.float8_e4m3fn: FP8.value}

@@ -268,7 +268,7 @@ def _launch(
     programs: int,
     decodes: int | None = None,
 ) -> None:
-    """Run the kernel for so many sequences of one token; with `decodes`, tiles of those behind."""
+    """Run the kernel for so many sequences of one token; with `decodes`, tiles of those after."""
     pool, heads = inputs.pool, q.shape[1]
     rank, turn = pool.v.shape[3], pool.k.shape[3]
     wide, rows = triton.next_power_of_2(rank), max(FEWEST, tile.heads * tile.queries)

@@ -1,6 +1,6 @@
 """What latent attention caches of new tokens, and the rotated part of their queries, in one pass.
 
-A token's first program norms the latent (RMSNorm), rotates the key part behind it (Su et al. 2021,
+A token's first program norms the latent (RMSNorm), rotates the key part after it (Su et al. 2021,
 two-halves layout), quantizes both with static scales of their channels, and writes them to pages of
 `kernels.triton.attention.latent`; its second rotates the queries of all heads. Nothing is rounded
 in between.

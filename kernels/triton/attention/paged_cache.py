@@ -3,14 +3,14 @@
     k [pages, Hkv, 64, D]        v [pages, Hkv, D, 64]        int8, e4m3, bf16 or fp16
     k [pages, Hkv, 64, D / 2]    v [pages, Hkv, D / 2, 64]    uint8: int4, V alone or both
 
-V lies token by token, so that K q^T and V^T P^T both read whole lines. A byte of int4 holds
+V is stored token by token, so that K q^T and V^T P^T both read whole lines. A byte of int4 holds
 channels i (its low four bits) and i + D / 2 of a token in K and in V (`kernels.packed_cache`), so
 that a token is written in whole bytes. Eight and four bits have scales: of heads ([Hkv]), of K's
 channels ([Hkv, D], V's of heads), or of each token's head ([pages, Hkv, 64], fp16 where V is int4);
 16 bits have none. In a product, they become fp16, which is exact, and 16-bit pages stay as they
 are: so do q and the weights of V, which are rounded to that type.
 
-Tiles are powers of two: of a head of another size the channels behind its last one are read as 0.
+Tiles are powers of two: of a head of another size the channels after its last one are read as 0.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -65,7 +65,7 @@ def as_operand(x):
 
 @triton.jit
 def load_channels(places, inside, WHOLE: tl.constexpr):
-    """What lies at pointers, 0 outside of a head; WHOLE where the tile is the head."""
+    """What is at pointers, 0 outside of a head; WHOLE where the tile is the head."""
     if WHOLE:
         return tl.load(places)
     return tl.load(places, mask=inside, other=0.0)

@@ -15,7 +15,7 @@ has the tiles from query_start[s] // QUERIES + s on, enough for any number of qu
 depend on shapes alone and can be captured. Later tiles see more, and start first.
 
 Where few rows would leave most SMs idle, the pages of a tile are cut into at most SPLITS runs, as
-in decode, and the last of a tile's programs to finish adds them up: a few tokens behind a long
+in decode, and the last of a tile's programs to finish adds them up: a few tokens after a long
 context are read by all SMs.
 
 A sequence with one new token would leave most of a tile's rows idle. `decodes` of them, first in

@@ -43,7 +43,7 @@ FEW = 256  # tokens up to which programs are kept small
 def halves(x, weight, eps, cos, sin, place, real, DIM: tl.constexpr, NORM: tl.constexpr):
     """Both halves of normed, rotated rows, fp32 [tokens, heads, HALF], from x + place.
 
-    HALF is DIM / 2 rounded up to a power of two; there are zeros behind each half.
+    HALF is DIM / 2 rounded up to a power of two; there are zeros after each half.
     """
     half: tl.constexpr = DIM // 2
     WHOLE: tl.constexpr = cos.shape[2] == half

@@ -2,7 +2,7 @@
 
 A column waits for all before it, but the rows of a weight do not know of each other. So a program
 holds a few rows of a block in registers and goes through its columns; what is left to torch is the
-product that carries a block's errors to the columns behind it.
+product that carries a block's errors to the columns after it.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false

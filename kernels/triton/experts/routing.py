@@ -7,7 +7,7 @@
 Of equal s + b that of the expert with the lower number comes first. Where experts are in groups,
 those of the groups with the largest sums of their best s + b alone can be chosen (DeepSeek-AI 2024,
 arXiv 2412.19437, Eq. 12 to 16). The last term is that of an expert which every token goes to, where
-there is one; without a gate it is s[t]. What lies between is `kernels.triton.experts.sorting`.
+there is one; without a gate it is s[t]. What is between is `kernels.triton.experts.sorting`.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false

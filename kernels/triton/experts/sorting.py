@@ -2,7 +2,7 @@
 
 A token goes to k of E experts: pair p = t k + j is token t with its j-th. The pairs of an expert,
 in order, are cut into row tiles: a program of a linear layer multiplies the rows of one tile by the
-weight of its expert. Weights of the experts lie one behind the other. What is read and written
+weight of its expert. Weights of the experts lie one after the other. What is read and written
 stays in the order of pairs, or of tokens where all k read the same row.
 
 How many row tiles there are the host does not know, but a bound of it: of P pairs at most

@@ -15,8 +15,8 @@
 
 A packed weight runs itself (`kernels.triton.linear.weight`). Rows of experts go to the same
 kernels, all experts' at once (`kernels.triton.experts.sorting`). Two levels (`kernels.two_level`)
-are seen in the scales; sums over whole rows are then exact. Behind `w4a16`, `w4a8` and `w8a8` is a
-second kernel each, for many rows on Hopper (`kernels.triton.linear.hopper`); behind `w8a8` of e4m3,
+are seen in the scales; sums over whole rows are then exact. After `w4a16`, `w4a8` and `w8a8` is a
+second kernel each, for many rows on Hopper (`kernels.triton.linear.hopper`); after `w8a8` of e4m3,
 `fp8_block` and `w16a16` cuBLASLt and cuBLAS.
 What no kernel takes is dequantized when it is loaded, and its quantized input when it arrives: the
 same numbers but for rounding to the float type, at the cost of a float model.

@@ -53,7 +53,7 @@ def fp4_kernel(
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows).
 
-    With `experts` a tile of rows is one of an expert, and weights lie one behind the other. REST is
+    With `experts` a tile of rows is one of an expert, and weights lie one after the other. REST is
     whether the last 128 inputs are not all there, HALVES 2 where 16 share a scale.
     """
     DT: tl.constexpr = x.dtype.element_ty

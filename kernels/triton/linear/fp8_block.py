@@ -234,7 +234,7 @@ class Fp8BlockWeight(GpuWeight):
         """The same by cuBLASLt, on Hopper alone; N and K are multiples of 128.
 
         It wants the scales of x by run, 16 bytes of a run at a time: rows are padded to fours, by
-        what lies in memory, since no row sees another.
+        what is in memory, since no row sees another.
         """
         assert x_scale is not None
         rows, whole = x.shape[0], x.shape[0] + -x.shape[0] % 4

@@ -2,7 +2,7 @@
 
     y[t, k] = s[n, g] (q[n, k] - z[n, g]),        n = ids[t], g = k / group
 
-The weight lies as its product wants it; where an element of it is follows from that layout. A row
+The weight is stored as its product wants it, and the place of an element follows from that. A row
 of tiles is read in pieces of some bytes: little beside a step, which reads the whole head.
 """
 
@@ -24,7 +24,7 @@ WIDTH = 512  # elements of a row that a program gathers
 
 @triton.jit
 def byte_of_tile(n, k, BITS: tl.constexpr):
-    """Where in its tile of 64 outputs and 128 inputs an element lies, by `operands.pack_tiles`."""
+    """Where in its tile of 64 outputs and 128 inputs an element is, by `operands.pack_tiles`."""
     a, b, c = n % 64 // 16, n // 8 % 2, n % 8
     pair = (k // 2 % 4 * 4 + k // 8 % 4) * 2 + k % 2
     high, low = k // 64 % 2, k // 32 % 2
@@ -88,7 +88,7 @@ def gather_rows(
         scale: [groups, N] as `packing.lay_scales` gives them, or [N].
         size: (N, K).
         dtype: Of the result.
-        layout: How the weight lies.
+        layout: How the weight is laid out.
         bits: Of an element of tiles.
         group: Inputs that share a scale; 0 for all.
         zero_points: Whether the scales hold some.

@@ -10,7 +10,7 @@ put, as z + 2^(b-1), into the last b bits of its scale in fp32: one load brings 
 which can be asynchronous. Scales of 16 bits lose nothing; those of fp32 keep 20 (b = 4) or 16 bits.
 
 Whatever packs a weight takes several of one shape too, [E, N, K], with scales, zero points and
-biases likewise, by the calls of one: what lies in memory then has this dimension before its own.
+biases likewise, by the calls of one: what is in memory then has this dimension before its own.
 """
 
 from __future__ import annotations

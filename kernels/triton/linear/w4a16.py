@@ -1,6 +1,6 @@
 """W4A16: 4-bit weights in groups of inputs, fp16 or bf16 activations.
 
-How a weight lies in memory says `kernels.triton.linear.operands`, how it is multiplied
+How a weight is laid out in memory says `kernels.triton.linear.operands`, how it is multiplied
 `kernels.triton.linear.weight_only`; on sm_90 more than some tens of rows go to
 `kernels.triton.linear.hopper.w4`, where it takes the weight.
 """

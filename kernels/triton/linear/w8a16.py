@@ -1,6 +1,6 @@
 """W8A16: int8 weights with one scale an output channel or group, fp16 or bf16 activations.
 
-How a weight lies in memory says `kernels.triton.linear.operands`, how it is multiplied
+How a weight is laid out in memory says `kernels.triton.linear.operands`, how it is multiplied
 `kernels.triton.linear.weight_only`. Integers are exact in either type, zero points taken.
 """
 

@@ -1,4 +1,4 @@
-"""Weights of linear layers on a GPU: each lies as its kernels want it, and runs itself."""
+"""Weights of linear layers on a GPU: each is stored as its kernels want it, and runs itself."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -55,7 +55,7 @@ class InputFormat:
 class GpuWeight(ABC):
     """A weight [N, K] in the layout of its kernels, with its bias.
 
-    Several of one shape may lie one behind the other in memory: the first then stands for all, and
+    Several of one shape may lie one after the other in memory: the first then stands for all, and
     sorted rows say which rows are whose.
     """
 

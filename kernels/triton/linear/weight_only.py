@@ -116,7 +116,7 @@ def weight_only_kernel(
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); `GROUP` is 0 for one scale an output.
 
-    With `experts` a tile of rows is one of an expert, and weights lie one behind the other.
+    With `experts` a tile of rows is one of an expert, and weights lie one after the other.
     """
     DT: tl.constexpr = x.dtype.element_ty
     WORDS: tl.constexpr = 256 * BITS

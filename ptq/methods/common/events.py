@@ -14,7 +14,7 @@ class Event(Strict):
     doing nothing and was not applied), `worse_than_baseline` (a module's output is noisier than
     with round-to-nearest alone), `clipping` (an observer cut off many values), `damping_raised` (a
     Hessian needed more damping than asked for), `expert_starved` (a router hardly ever chose an
-    expert for the calibration tokens), `outlier_token` (tokens behind the sink tokens have inputs
+    expert for the calibration tokens), `outlier_token` (tokens after the sink tokens have inputs
     far larger than others'), `scaled_by_token` (a static input that is scaled by token instead).
     """
 

@@ -104,7 +104,7 @@ class Moments:
         return self._sums[stand_in] / self._tokens[stand_in]
 
     def _complete(self, name: str) -> None:
-        """Fill in what lies above the diagonal."""
+        """Fill in what is above the diagonal."""
         if name in self._halves:
             self._halves.remove(name)
             total = self._sums[name]

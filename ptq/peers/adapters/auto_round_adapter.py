@@ -51,7 +51,7 @@ def _tokens(job: Any) -> Any:
 
 
 def _mixed(job: Any) -> Any:
-    """What AutoScheme is asked, which takes no tokens: their text lies in a file.
+    """What AutoScheme is asked, which takes no tokens: their text is in a file.
 
     A text that is cut into tokens again may come out a little shorter, and is then left out.
     """

@@ -1,0 +1,41 @@
+"""The examples run as they are, from any folder, and end well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.test_import_order import ROOT
+
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+SAYS = {  # the end of what each prints
+    "budget": "what was chosen for each layer: output/examples/budget/recipe.yaml",
+    "convert": "output/examples/convert-gptq [",
+    "evaluate": "needle",
+    "quantize": "class Node:",
+    "serve_and_ask": "'completion_tokens': 16",
+}
+
+
+def test_every_example_is_run():
+    assert set(EXAMPLES) == set(SAYS)
+
+
+@pytest.mark.ci  # a minute and a half of quantizing
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name, tmp_path):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    assert SAYS[name] in done.stdout
