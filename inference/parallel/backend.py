@@ -208,16 +208,16 @@ def choose_ranks(
     ranks, kind = config.tensor_parallel, backend.device.type
     if ranks == 1:
         return backend
-    told = f"tensor_parallel {ranks}"
+    size = f"tensor_parallel {ranks}"
     if config.transformers_code:
         raise EngineError(
-            f"{told}: transformers' own code is not cut among ranks; leave transformers_code out, "
+            f"{size}: transformers' own code is not cut among ranks; leave transformers_code out, "
             "or take tensor_parallel 1"
         )
     first, found = backend.device.index or 0, torch.cuda.device_count()
     if kind == "cuda" and found < first + ranks:
         raise EngineError(
-            f"{told}: found {found} GPUs, and each rank has one of its own, from number {first} "
+            f"{size}: found {found} GPUs, and each rank has one of its own, from number {first} "
             "on; take fewer ranks"
         )
     others = partial(rank_backend, kind, backend.dtype, first)

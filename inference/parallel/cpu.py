@@ -23,7 +23,7 @@ from inference.cpu.loop import HostLoop
 from inference.models.read import StoredLinear
 from inference.parallel.group import GlooGroup, Group
 from inference.parallel.layers import RankFactory, RankLayer
-from inference.parallel.loader import RankLoader
+from inference.parallel.loader import DeviceSide, RankLoader
 from inference.parallel.messages import RankSpec, RunStep, Task, packed, unpacked
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard
@@ -42,7 +42,7 @@ from kernels.ops import fake_quantize_fp8, linear
 from kernels.reference import RUN
 
 
-class CpuSide:
+class CpuSide(DeviceSide):
     """See `inference.parallel.loader.DeviceSide`."""
 
     def join(self, inner: Backend[Any, Any], spec: RankSpec, host: GlooGroup, hidden: int) -> Group:

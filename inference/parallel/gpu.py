@@ -30,13 +30,13 @@ from inference.gpu.decoder import GpuDecoder
 from inference.gpu.invariant import invariant_decoder
 from inference.gpu.layers import GpuLinear, as_wanted, pack_linear
 from inference.gpu.loop import DeviceLoop
-from inference.gpu.ranks import Partial
+from inference.gpu.ranks import Partial, StepRanks
 from inference.gpu.runner import GpuRunner
 from inference.gpu.steps import StepPlan
 from inference.models.read import StoredLinear
 from inference.parallel.group import GlooGroup, Group, cut_parts, widened
 from inference.parallel.layers import Gathered, Head, RankFactory, RankLayer
-from inference.parallel.loader import RankLoader
+from inference.parallel.loader import DeviceSide, RankLoader
 from inference.parallel.messages import RankSpec, Replay, RunPlan, Task, WarmUp
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard
@@ -54,7 +54,7 @@ CONNECTED_WITHIN = 20.0  # seconds
 KERNELS_FOR = (2, 4, 8)  # ranks for which there are all-reduce kernels
 
 
-class NcclGroup:
+class NcclGroup(Group):
     """Ranks on GPUs; see `Group`. Everything can be captured.
 
     Args:
@@ -70,24 +70,24 @@ class NcclGroup:
         """Rows of the residual stream; see `Group.sum`."""
         return self.reducer.sum(part)
 
+    @override
     def largest(self, part: Tensor) -> Tensor:
-        """See `Group.largest`."""
         dist.all_reduce(part, dist.ReduceOp.MAX)
         return part
 
+    @override
     def smallest(self, number: int) -> int:
-        """See `Group.smallest`."""
         return self._host.smallest(number)
 
+    @override
     def side_by_side(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See `Group.side_by_side`."""
         own = widened(part, sizes)
         parts = [torch.empty_like(own) for _ in sizes]
         dist.all_gather(parts, own)
         return cut_parts(parts, sizes)
 
+    @override
     def on_first(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See `Group.on_first`."""
         own = widened(part, sizes)
         if self.rank:
             dist.gather(own, None, 0)
@@ -110,7 +110,7 @@ class NcclGroup:
         self.reducer.give_up()
 
 
-class GpuSide:
+class GpuSide(DeviceSide):
     """See `inference.parallel.loader.DeviceSide`."""
 
     def join(
@@ -214,7 +214,7 @@ def runner_of(
     )
 
 
-class PlannedSteps:
+class PlannedSteps(StepRanks):
     """Steps that all ranks run; see `inference.gpu.ranks.StepRanks`.
 
     Args:
@@ -237,8 +237,8 @@ class PlannedSteps:
         self._group.progress.count += 1
         self.steps += 1
 
+    @override
     def meet(self) -> None:
-        """See `inference.gpu.ranks.StepRanks`."""
         with self._group.progress.waiting():
             torch.cuda.synchronize(self._device)
         self._group.check()
@@ -264,32 +264,32 @@ class RanksLoop(DeviceLoop):
         super().__init__(*rest, **named)
         self._ranks, self._group, self._planned = ranks, group, planned
 
+    @override
     def step(self) -> StepResult:
-        """See `DeviceLoop.step`."""
         with self._ranks.together(f"running step {self._planned.steps + 1}"):
             result = super().step()
             self._group.check()
             return result
 
+    @override
     def settle(self) -> StepResult:
-        """See `DeviceLoop.settle`."""
         with self._group.progress.waiting():
             return super().settle()
 
+    @override
     def score(self, work: Work) -> Tensor:
-        """See `DeviceLoop.score`."""
         with self._ranks.together("scoring a text"):
             launched = self.runner.launch(work)
             with self._group.progress.waiting():
                 return launched.logits_of(np.arange(len(work)))
 
+    @override
     def warm_up(self) -> None:
-        """See `DeviceLoop.warm_up`."""
         with self._ranks.together("warming up"):
             super().warm_up()
 
+    @override
     def replay(self, sequences: int, times: int) -> None:
-        """See `DeviceLoop.replay`."""
         with self._ranks.together("replaying a step"):
             self._ranks.send(Replay(sequences, times))
             super().replay(sequences, times)

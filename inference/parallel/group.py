@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 DEVICE_WAIT = 14.0  # seconds; kernels that wait for a rank give up before
 
@@ -83,7 +84,7 @@ class Group(Protocol):
         ...
 
 
-class GlooGroup:
+class GlooGroup(Group):
     """Ranks on CPUs of one machine; see `Group`.
 
     Args:
@@ -94,8 +95,8 @@ class GlooGroup:
         self._gloo = backend
         self.rank, self.ranks, self.progress = backend.rank(), backend.size(), Progress()
 
+    @override
     def sum(self, part: Tensor) -> Tensor:
-        """See `Group.sum`."""
         if self.ranks == 2 or not part.is_floating_point():  # any order is the same
             return self._reduced(part, dist.ReduceOp.SUM)
         parts = self._all(part)
@@ -104,20 +105,20 @@ class GlooGroup:
             total += other
         return total
 
+    @override
     def largest(self, part: Tensor) -> Tensor:
-        """See `Group.largest`."""
         return self._reduced(part, dist.ReduceOp.MAX)
 
+    @override
     def smallest(self, number: int) -> int:
-        """See `Group.smallest`."""
         return int(self._reduced(torch.tensor([number]), dist.ReduceOp.MIN).item())
 
+    @override
     def side_by_side(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See `Group.side_by_side`."""
         return cut_parts(self._all(widened(part, sizes)), sizes)
 
+    @override
     def on_first(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See `Group.on_first`."""
         self.progress.count += 1
         mine = widened(part, sizes)
         if self.rank:

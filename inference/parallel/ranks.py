@@ -2,7 +2,7 @@
 
 Each has two connections: one for its tasks, one for its heartbeats (`news`), which a thread reads.
 A rank whose connection ends has died. A rank that has stopped is found by its progress: all ranks
-count the same things (`inference.parallel.group.Progress`), so that one whose count stays behind
+count the same things (`inference.parallel.group.Progress`), so that one whose count stays below
 another's for longer than the engine's patience is taken for stopped.
 
 When one fails, all are killed: with their connections closed, whatever rank 0 waits for ends,
@@ -62,7 +62,7 @@ class RankProcess:
 
     Args:
         rank: Which one.
-        tasks: Its end of the connection by which it is told what to do.
+        tasks: Its end of the connection that its tasks come by.
         news: Its end of the one by which it tells of itself.
     """
 
@@ -108,8 +108,8 @@ class Other:
     news: Connection
     beat: Heartbeat = field(default_factory=lambda: Heartbeat(0, "starting"))
     moved: float = field(default_factory=time.monotonic)  # when its number last grew
-    behind: float | None = None  # since when its number is smaller than another's
-    gap: float = 0.0  # longest time in which its number did not grow while it was behind
+    late: float | None = None  # since when its number is smaller than another's
+    gap: float = 0.0  # longest time in which its number did not grow while it was late
 
 
 class Ranks:
@@ -119,7 +119,7 @@ class Ranks:
         specs: What each runs, from rank 1 on.
         progress: The first rank's own.
         start: Starts one.
-        patience: Seconds for which one may stay behind the others.
+        patience: Seconds for which one may be late.
         stuck: Seconds after which this process ends, too, where what it waits for does not end with
             the others: a kernel of a GPU. None where all of it does.
     """
@@ -272,9 +272,9 @@ class Ranks:
             self._fail(f"{self._named(other)} failed while {news.doing}: {news.why}")
         elif news.count > other.beat.count:
             now = time.monotonic()
-            if other.behind is not None:
-                other.gap = max(other.gap, now - max(other.moved, other.behind))
-            other.beat, other.moved, other.behind = news, now, None
+            if other.late is not None:
+                other.gap = max(other.gap, now - max(other.moved, other.late))
+            other.beat, other.moved, other.late = news, now, None
         else:
             other.beat = news
 
@@ -292,10 +292,10 @@ class Ranks:
             return
         for other in self._others:
             if other.beat.count >= most:
-                other.behind = None
+                other.late = None
                 continue
-            other.behind = other.behind or now
-            waited = now - max(other.behind, other.moved)
+            other.late = other.late or now
+            waited = now - max(other.late, other.moved)
             patience = self._patience * (DISK if other.beat.doing == LOADING else 1)
             if waited > max(patience, GAPS * other.gap):
                 self._fail(
@@ -304,9 +304,9 @@ class Ranks:
                 )
 
     def _at(self, other: Other) -> str:
-        """What a rank was at: what it told last, or what it has been told to do since."""
-        told = other.beat.doing
-        return self._progress.doing if told == IDLE else told
+        """What a rank was at: what it said last, or the task that it was given since."""
+        doing = other.beat.doing
+        return self._progress.doing if doing == IDLE else doing
 
     def _named(self, other: Other) -> str:
         return f"{other.member.name} of {self._count}"
@@ -335,7 +335,7 @@ def _call(methods: list[weakref.WeakMethod[Any]]) -> None:
 def _started(spec: RankSpec, start: Start) -> Other:
     (tasks, its_tasks), (news, its_news) = _connections(), _connections()
     member = start(spec.rank, its_tasks, its_news)
-    with suppress(OSError):  # it has died, which is told by who watches it
+    with suppress(OSError):  # it has died, which the watching thread finds
         tasks.send(spec)
     return Other(member, tasks, news)
 

@@ -99,15 +99,15 @@ def check_parts(config: ModelConfig, ranks: int) -> None:
         CheckpointError: it has latent attention, or norms over all heads, or its heads do not
             divide.
     """
-    told = f"tensor_parallel {ranks}"
+    size = f"tensor_parallel {ranks}"
     if config.latent is not None:
         raise CheckpointError(
-            f"{told}: the model caches a latent that all heads share (MLA), which is not cut among "
+            f"{size}: the model caches a latent that all heads share (MLA), which is not cut among "
             "ranks. Run it with tensor_parallel 1"
         )
     if config.qk_norm == "projection":
         raise CheckpointError(
-            f"{told}: the model norms q and k over all of their heads, which no rank has. Run it "
+            f"{size}: the model norms q and k over all of their heads, which no rank has. Run it "
             "with tensor_parallel 1"
         )
     heads, own = config.heads, config.kv_heads
@@ -115,7 +115,7 @@ def check_parts(config: ModelConfig, ranks: int) -> None:
         counts = range(2, heads + 1)
         allowed = [n for n in counts if heads % n == 0 and (own % n == 0 or n % own == 0)]
         raise CheckpointError(
-            f"{told}: found {heads} heads of q and {own} of K and V, which do not divide among "
+            f"{size}: found {heads} heads of q and {own} of K and V, which do not divide among "
             f"{ranks} ranks. Allowed are {', '.join(map(str, [1, *allowed]))}"
         )
 

@@ -29,11 +29,11 @@ WHERE = "ptq/ranks"  # key under which the first rank tells where it listens
 STARTED = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")  # what torchrun tells a process it starts
 
 
-def place(told: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+def place(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """Which rank this process is and how many there are; None where torchrun has not started it."""
-    if not all(name in told for name in STARTED):
+    if not all(name in environment for name in STARTED):
         return None
-    return int(told["RANK"]), int(told["WORLD_SIZE"])
+    return int(environment["RANK"]), int(environment["WORLD_SIZE"])
 
 
 def _store() -> Any:

@@ -82,8 +82,8 @@ class Rank:
     """A rank, from its start to its end.
 
     Args:
-        tasks: By which it is told what to do.
-        news: By which it tells of itself.
+        tasks: Gives its tasks.
+        news: Takes its heartbeats and its failure.
         lost: Called where the first rank is gone.
     """
 

@@ -1,7 +1,7 @@
 """Which tokens the cache of a network that drafts holds: it has blocks of the engine's numbers.
 
 A block of 64 tokens that the engine's bookkeeping hands out (`inference.scheduling.blocks`) is a
-block in this cache, too. The cache is not told which sequence got it: beside each token of it
+block in this cache, too. The cache does not know which sequence got it: beside each token of it
 stands a hash
 
     h_p = sum over i <= p + s of (id_i + 1) r_i  mod 2^64,    r_i random and odd
@@ -11,7 +11,7 @@ more: what a head caches for a token depends on the next one, too (EAGLE, MTP), 
 ends is another for each sequence that shares the block. A sequence's first tokens are in the cache
 as long as the hashes in its blocks are those of its text. So nothing needs to be withdrawn: not
 where drafts were rejected, nor where a block was found by its tokens, was handed out to another, is
-a copy, or belongs to a sequence that was preempted and came back.
+a copy, or belongs to a sequence that was preempted and runs again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CachedTokens:
         blocks: Blocks of 64 tokens of the cache.
         places: Most sequences that run at once.
         longest: Most tokens of a sequence that are ever in it.
-        shift: Tokens behind a cached one that what is cached of it depends on.
+        shift: Tokens after a cached one that what is cached of it depends on.
     """
 
     def __init__(self, blocks: int, places: int, longest: int, shift: int = 0) -> None:
@@ -50,7 +50,7 @@ class CachedTokens:
 
         The last known one is not counted, nor those for which it lacks one of `shift` more. Whole
         blocks are looked at once: who holds them keeps them as they are, but for what depends on
-        tokens behind them.
+        tokens after them.
         """
         new = places[self._serial[places] != batch.serial[places]]
         self._serial[new] = batch.serial[new]
@@ -70,7 +70,7 @@ class CachedTokens:
         return held
 
     def begin(self, batch: RunningBatch, places: Ints, starts: Ints, ends: Ints) -> None:
-        """Before tokens [starts, ends) are computed: nothing is told of their slots."""
+        """Before tokens [starts, ends) are computed: their slots hold nothing known."""
         slots, _ = self._between(batch, places, starts, ends)
         self._hashes[slots] = 0
 
@@ -93,17 +93,17 @@ class CachedTokens:
     def _between(
         self, batch: RunningBatch, places: Ints, starts: Ints, ends: Ints
     ) -> tuple[Ints, Hashes]:
-        """Slots and hashes of tokens [starts, ends), one sequence's behind another's."""
+        """Slots and hashes of tokens [starts, ends), sequence by sequence."""
         slots, hashes = self._texts(batch, places, ends)
         positions = self._whole[places, None] + np.arange(slots.shape[1])
         those = (positions >= starts[:, None]) & (positions < ends[:, None])
         return slots[those], hashes[those]
 
     def _texts(self, batch: RunningBatch, places: Ints, ends: Ints) -> tuple[Ints, Hashes]:
-        """Slots and hashes of tokens behind the whole blocks that were found.
+        """Slots and hashes of tokens after the whole blocks that were found.
 
         Returns:
-            Both [places, most of a place]; behind a place's end they are of no use.
+            Both [places, most of a place]; after a sequence's end they are of no use.
         """
         starts = self._whole[places]
         columns = np.arange(int((ends - starts).max(initial=0)))

@@ -22,6 +22,7 @@ from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, clear_blocks
 from inference.models.network import Catching, Chain, Model, Network
 from inference.models.parts import Layer
+from inference.proposers import Proposer
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.speculate.cached_tokens import CachedTokens
 from kernels.attention_inputs import KVPool
@@ -100,7 +101,7 @@ def network_backend(target: Target) -> NetworkBackend:
     return cast(NetworkBackend, target.backend)
 
 
-class ChainProposer:
+class ChainProposer(Proposer):
     """A proposer that runs a network; see `inference.proposers.Proposer`.
 
     Args:
@@ -127,7 +128,7 @@ class ChainProposer:
         self._chain = network_backend(target).chain(network, pools, sizes, features)
 
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
-        """`Proposer.propose`; none behind the network's last position."""
+        """`Proposer.propose`; none after the network's last position."""
         counts, room = np.zeros_like(places), self._longest + 1 + self._shift - batch.known[places]
         most = np.minimum(most, room)
         going = np.flatnonzero((most > 0) & (self._broken[places] != batch.serial[places]))

@@ -55,7 +55,7 @@ class DraftCounts:
 
     Attributes:
         steps: Times that a sequence had drafts in a step.
-        proposed: Drafts that were computed, by their position behind the last token.
+        proposed: Drafts that were computed, by their position after the last token.
         accepted: Those that the model chose, too, by position.
     """
 

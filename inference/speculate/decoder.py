@@ -21,10 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from inference.proposers import HiddenStateProposer, Proposer
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
+from inference.scheduling.drafter import Drafter
 from inference.scheduling.work import Work
 from inference.speculate.counts import Tally
 from inference.speculate.estimates import Floats, Rates, StepTime, Trials
@@ -44,7 +46,7 @@ class _Step:
     drafting: float | None = None
 
 
-class SpeculativeDecoder:
+class SpeculativeDecoder(Drafter):
     """Drafts for the scheduler; see `inference.scheduling.drafter.Drafter`.
 
     Args:
@@ -67,16 +69,16 @@ class SpeculativeDecoder:
         self._steps, self._now = 0, _Step()
         self._drafted = np.full(places + 1, -1, np.int64)  # last step in which each had drafts
 
+    @override
     def wants(self, sequences: int) -> bool:
-        """`Drafter.wants`."""
         if self._depth is not None:
             return True
         if self._steps % PLAIN == 0 or not self._plain.learned:
             return False
         return self._trials.wanted(sequences)
 
+    @override
     def plan(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
-        """`Drafter.plan`."""
         most, self._now.planned = np.minimum(most, self._most), True
         if not most.any():
             return most
@@ -102,8 +104,8 @@ class SpeculativeDecoder:
         most = np.minimum(most, self._most)
         return _within(most if self._depth is not None else self._paying(places, most), room)
 
+    @override
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
-        """`Drafter.propose`."""
         if self._depth is not None:
             return self._proposer.propose(batch, places, most)
         start = time.perf_counter()
@@ -115,23 +117,23 @@ class SpeculativeDecoder:
         self._rates.note_found(places, counts)
         return counts
 
+    @override
     def note_accepted(self, batch: RunningBatch, work: Work, which: Ints, accepted: Ints) -> None:
-        """`Drafter.note_accepted`."""
         self._tally.note(work.drafts[which], accepted)
         if self._depth is None:
             self._rates.note_accepted(work.places[which], work.drafts[which], accepted)
             self._trials.gain(len(work), int(accepted.sum()))
 
+    @override
     def learn_times(self, measure: Callable[[], Mapping[int, float]]) -> None:
-        """`Drafter.learn_times`."""
         if self._depth is not None:
             return
         seconds = measure()
         for times in (self._plain, self._verifying):
             times.tell(seconds)
 
+    @override
     def note_time(self, work: Work, seconds: float) -> None:
-        """`Drafter.note_time`."""
         now, self._now = self._now, _Step()
         if self._depth is not None:
             return
@@ -163,18 +165,18 @@ class SpeculativeDecoder:
         """How many of them were accepted, likewise."""
         return self._tally.counted()[1]
 
+    @override
     def note_hidden(self, work: Work) -> None:
-        """`Drafter.note_hidden`."""
         assert self._reader is not None
         self._reader.note_hidden(work)
 
+    @override
     def note_changes(self, changes: BlockChanges) -> None:
-        """`Drafter.note_changes`."""
         if self._reader is not None:
             self._reader.note_changes(changes)
 
+    @override
     def note_end(self, tokens: Sequence[int], prompt: int) -> None:
-        """`Drafter.note_end`."""
         self._proposer.note_end(tokens, prompt)
 
     def _paying(self, places: Ints, most: Ints) -> Ints:

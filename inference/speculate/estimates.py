@@ -32,8 +32,8 @@ RAREST = 0.02  # least f that is believed
 class StepTime:
     """Seconds of a step by its rows: means of steps of a size, and lines between the sizes.
 
-    A size is up to 8 rows as they are, and then the next of 12, 16, 24, 32, 48, ... Of sizes that
-    never ran that is believed which was told at the start, times what those that ran took more.
+    A size is up to 8 rows as they are, and then the next of 12, 16, 24, 32, 48, ... For sizes that
+    never ran the times measured at the start are taken, times what those that ran took more.
 
     Args:
         first: Seconds of any step before anything is known.
@@ -42,7 +42,7 @@ class StepTime:
     def __init__(self, first: float = 0.0) -> None:
         self._known: dict[int, float] = {}  # seconds by rows
         self._growth = GROWTH
-        self._told: dict[int, float] = {}  # the same, as it was told at the start
+        self._measured: dict[int, float] = {}  # the same, as measured at the start
         self._noted: dict[int, int] = {}  # when last
         self._doubted: dict[int, float] = {}  # seen once
         self._count = 0
@@ -57,11 +57,11 @@ class StepTime:
         """Learn what steps take by their rows, but for a factor; steps of fewer are padded."""
         rows = sorted(seconds)
         sizes = [n for n in SIZES.tolist() if rows and n <= rows[-1]]
-        self._told = {n: seconds[rows[bisect_left(rows, n)]] for n in sizes}
+        self._measured = {n: seconds[rows[bisect_left(rows, n)]] for n in sizes}
         if len(sizes) > 1:
             self._line, most = None, sizes[-1]
             half = max(n for n in sizes if n <= most / 2)
-            grown = 1 - self._told[half] / self._told[most]
+            grown = 1 - self._measured[half] / self._measured[most]
             self._growth = max(GROWTH, grown / (1 - half / most))
 
     def note(self, rows: int, seconds: float) -> None:
@@ -97,9 +97,9 @@ class StepTime:
                 n: s for n, s in self._known.items() if self._count < self._noted[n] + FORGOTTEN
             }
             self._known = kept
-            both = [kept[n] / self._told[n] for n in kept if n in self._told]
+            both = [kept[n] / self._measured[n] for n in kept if n in self._measured]
             factor = float(np.mean(both)) if both else 1.0
-            kept = {n: s * factor for n, s in self._told.items()} | kept
+            kept = {n: s * factor for n, s in self._measured.items()} | kept
             sizes = sorted(kept)
             seconds = np.maximum.accumulate([kept[n] for n in sizes])
             self._line = np.array(sizes, np.float64), seconds

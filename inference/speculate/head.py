@@ -1,10 +1,10 @@
-"""Drafts of a head: one decoder block behind the model, which reads the model's hidden states.
+"""Drafts of a head: one decoder block after the model, which reads the model's hidden states.
 
 Of every token that the model computes, the feature (what the head reads) is kept at the slot that
 the token has in the model's cache; so a prompt whose beginning was found in the cache has its
 features there, too. The head's own K and V of a token depend on the next one as well
 (`CachedTokens`), and those that it made of its own output are made again from the model's hidden
-states once these are there. Of requests that run at once and differ behind a block that they share,
+states once these are there. Of requests that run at once and differ after a block that they share,
 the last of its tokens has K and V of one of them: that changes what is drafted for the others a
 little.
 """
@@ -17,12 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from formats.errors import EngineError
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.kv_cache import CacheShape, LayerCache, change_blocks
-from inference.models.network import Computed
+from inference.models.network import Computed, Network
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.drafter import HiddenStates
@@ -110,7 +111,7 @@ def _cache(target: Target, shape: ModelConfig) -> CacheShape:
     return cache.fitted(target.backend.head_sizes, float_sinks=False)
 
 
-class HeadNetwork:
+class HeadNetwork(Network):
     """A head as what drafts; see `inference.models.network.Network`.
 
     Args:
@@ -124,8 +125,8 @@ class HeadNetwork:
         self._head, self.longest, self.size = head, longest, head.shape.hidden_size
 
     @torch.no_grad()
+    @override
     def step(self, batch: Any, pools: Sequence[KVPool], hidden: Tensor | None) -> Computed:
-        """`Network.step`."""
         assert hidden is not None
         y = self._head.run(batch, hidden, pools[0])
         y = y if batch.rows is None else y[batch.rows]
@@ -155,7 +156,7 @@ class HeadProposer(ChainProposer):
         super().__init__(network, target, backend.cache(cache), self._features)
         self._head = head
         self.reads = HiddenStates(head.taps, model.config.hidden_size, backend.dtype, self._keep)
-        self._told = CachedTokens(cache.blocks, sizes.max_batch_size, sizes.max_model_len)
+        self._known = CachedTokens(cache.blocks, sizes.max_batch_size, sizes.max_model_len)
 
     @torch.no_grad()
     def _keep(self, hidden: Tensor, slots: Tensor) -> None:
@@ -165,8 +166,8 @@ class HeadProposer(ChainProposer):
 
     def note_hidden(self, work: Work) -> None:
         """`HiddenStateProposer.note_hidden`: features of these tokens are there."""
-        self._told.count(work.batch, work.places)
-        self._told.finish(work.batch, work.places, work.starts, work.starts + work.counts)
+        self._known.count(work.batch, work.places)
+        self._known.finish(work.batch, work.places, work.starts, work.starts + work.counts)
 
     def note_changes(self, changes: BlockChanges) -> None:
         """`HiddenStateProposer.note_changes`: copies have what the copied blocks have."""
@@ -175,12 +176,12 @@ class HeadProposer(ChainProposer):
             sources, targets = torch.tensor(changes.copies, device=self._features.device).T
             features = self._features[: self._spare].view(-1, KV_BLOCK, self._features.shape[1])
             features[targets] = features[sources]
-            self._told.copy(changes.copies)
+            self._known.copy(changes.copies)
             self._held.copy(changes.copies)
 
     def _ready(self, batch: RunningBatch, places: Ints) -> Ints:
         known = batch.known[places]
-        return np.flatnonzero((known > 1) & (self._told.count(batch, places) == known - 1))
+        return np.flatnonzero((known > 1) & (self._known.count(batch, places) == known - 1))
 
     def _kept(self, known: Ints, drafts: Ints) -> Ints:
         return known - self._shift

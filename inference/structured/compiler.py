@@ -164,10 +164,10 @@ class GrammarMatcher:
         return self._allowed(self._filled, ends=ends)
 
     def masks_behind(self, drafts: Sequence[int], ends: Sequence[bool]) -> list[np.ndarray]:
-        """Which tokens may come next, and behind each of some drafts, as if these had come.
+        """Which tokens may come next, and after each of some drafts, as if these had come.
 
         Args:
-            drafts: One token after the other. Behind the first that may not come, where nothing
+            drafts: One token after the other. After the first that may not come, where nothing
                 counts, masks are those before it.
             ends: As `ends` of `mask`, for each of them.
 
@@ -257,7 +257,7 @@ class GrammarCompiler:
                 self.link = None
                 asked = self._start_link().ask(constraint)
             asked.add_done_callback(partial(self._keep, constraint, future))
-        except Exception as error:  # whatever keeps it from starting, the request is to be told
+        except Exception as error:  # whatever keeps it from starting, the request gets the error
             future.set_exception(refused(f"nothing compiles it here: {error}"))
 
     def _start_link(self) -> HelperLink:

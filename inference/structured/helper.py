@@ -129,7 +129,7 @@ class Helper:
 
 
 def child_main(tokenizer: Any, bounds: Bounds, kind: str, text: str, pipe: Connection) -> None:
-    """Compile a constraint, send what came of it, and end the process."""
+    """Compile a constraint, send the result, and end the process."""
     try:
         os.nice(5)  # the engine's steps come first
         limit_memory(bounds.nbytes)

@@ -94,7 +94,7 @@ def require_same_vocabulary(
 ) -> int:
     """Refuse a draft model of another vocabulary.
 
-    Ids behind those of the tokenizer's tokens pad the embeddings of models; they may be as many or
+    Ids above those of the tokenizer's tokens pad the embeddings of models; they may be as many or
     as few as they like.
 
     Args:
@@ -111,19 +111,19 @@ def require_same_vocabulary(
         EngineError: a token of one is not one of the other, or the smaller model lacks it.
     """
     own, other = draft.get_vocab(), target.get_vocab()
-    shared, told = min(draft_size, target_size), f"{draft_size} and {target_size} logits"
+    shared, both = min(draft_size, target_size), f"{draft_size} and {target_size} logits"
     remedy = "Take a draft model of the same family, or one that was distilled from the model"
     differing = own.items() ^ other.items()
     if differing:
         token = min(number for _, number in differing)
         texts = (_text(vocabulary, token) for vocabulary in (own, other))
         raise EngineError(
-            f"speculate: the draft model {name} has another vocabulary than the model ({told}): "
+            f"speculate: the draft model {name} has another vocabulary than the model ({both}): "
             "token {} is {} to it and {} to the model. {}".format(token, *texts, remedy)
         )
     if draft_size != target_size and max(own.values()) >= shared:
         raise EngineError(
-            f"speculate: the draft model {name} has another vocabulary than the model: {told}, and "
+            f"speculate: the draft model {name} has another vocabulary than the model: {both}, and "
             f"their tokenizer has tokens up to {max(own.values())}. {remedy}"
         )
     return shared

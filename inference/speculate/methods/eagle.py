@@ -167,7 +167,7 @@ class EagleHead:
     """A loaded head; see `inference.speculate.head.Head`.
 
     Args:
-        checkpoint: Where it lies.
+        checkpoint: Where it is stored.
         settings: What it says of itself.
         target: The model that it drafts for.
         said: What config.json says of that.

@@ -1,9 +1,9 @@
 """Drafts of a model's own layer for multi-token prediction (MTP).
 
-DeepSeek-V3 (arXiv 2412.19437, section 2.2) and models that took it over have a decoder block behind
+DeepSeek-V3 (arXiv 2412.19437, section 2.2) and models that took it over have a decoder block after
 their last one, number `num_hidden_layers`, and around it
 
-    x_t = eh_proj [enorm(e_{t+1}), hnorm(h_t)]       h: the model's output behind its last norm
+    x_t = eh_proj [enorm(e_{t+1}), hnorm(h_t)]       h: the model's output after its last norm
     y_t = block(x_t)                                 over all the positions up to t
     logits of token t + 2 = shared_head.head(shared_head.norm(y_t))
 
@@ -45,8 +45,8 @@ class PredictingLayer:
     """A loaded layer; see `inference.speculate.head.Head`.
 
     Args:
-        checkpoint: Where it lies.
-        target: The model that it stands behind.
+        checkpoint: Where it is stored.
+        target: The model whose blocks it follows.
         backend: Where that runs.
         longest: Most positions.
 
@@ -82,7 +82,7 @@ class PredictingLayer:
         self._embedding = None if own is None else own.to(backend.device, backend.dtype)
 
     def features(self, hidden: Tensor) -> Tensor:
-        """[T, 1, H] to [T, H]: the model's output behind its last norm."""
+        """[T, 1, H] to [T, H]: the model's output after its last norm."""
         return self._backend.rms_norm(hidden[:, 0].contiguous(), self._target.norm, self.shape.eps)
 
     def run(self, batch: Any, features: Tensor, pool: KVPool) -> Tensor:
@@ -102,7 +102,7 @@ class PredictingLayer:
 
 
 def layer_name(target: Decoder[Any, Any]) -> str:
-    """The full name of the layer behind a model's last block."""
+    """The full name of the layer after a model's last block."""
     return f"model.layers.{target.config.layers}"
 
 

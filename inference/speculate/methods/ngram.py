@@ -4,7 +4,7 @@ Prompt lookup decoding (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding
 reference (Yang et al. 2023, arXiv 2304.04487): the longest n-gram that ends the known tokens and
 occurred before, in the output, the prompt or a text given with the request, is followed. Where an
 output departs from what it repeats, as by a variable with another name, it is expected to come
-back: the text is followed on behind the change before any n-gram matches again. The change itself
+back: the text is followed on after the change before any n-gram matches again. The change itself
 is expected again wherever the replaced tokens come next in that text, until they once stay.
 """
 
@@ -15,20 +15,21 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from inference.proposers import DraftMethod
+from inference.proposers import DraftMethod, Proposer
 from inference.scheduling.batch import Ints, RunningBatch
 
-BREAK = -1  # is no token; stands behind a reference
+BREAK = -1  # is no token; ends a reference
 MULTIPLIER, MASK = 0x9E3779B97F4A7C15, (1 << 60) - 1  # of the n-grams' polynomial hash
-NEAR = 16  # tokens behind a change among which its end is looked for
+NEAR = 16  # tokens after a change among which its end is looked for
 PATIENCE = 8  # tokens after which a change is not expected to end
 SURE = 6  # an n-gram that is shorter does not lead away from a text that is followed past a change
 LEAST_CHANCE = 0.1  # a draft ends where it is less likely than this to be accepted up to there
 FORGET = 0.98  # weight of the past in acceptance rates, for each draft
 
 
-class NGramProposer:
+class NGramProposer(Proposer):
     """Drafts from the sequence's own tokens and its reference; none where no n-gram occurred.
 
     About 10 us a sequence and step where nothing is found, 40 us for 16 drafts; 0.6 KB of memory
@@ -41,7 +42,7 @@ class NGramProposer:
     Attributes:
         confidence: Of the last drafts, float32 [places, most]: the probability that each is right
             if those before it are; 0 where there is none. By the length of the n-gram, from how
-            often drafts behind such a one were right lately.
+            often drafts after such a one were right lately.
     """
 
     def __init__(self, longest: int = 8, shortest: int = 2) -> None:
@@ -53,8 +54,8 @@ class NGramProposer:
         self._trials = np.full(longest + 1, 4.0)  # what is known before the first: a few drafts,
         self._right = self._trials * (1 - 0.5 ** (1 + lengths / 2))  # better the longer they match
 
+    @override
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
-        """See `Proposer.propose`."""
         counts = np.zeros(len(places), np.int64)
         self.confidence = np.zeros((len(places), int(most.max(initial=0))), np.float32)
         for row, (place, limit) in enumerate(zip(places.tolist(), most.tolist(), strict=True)):
@@ -83,7 +84,7 @@ class NGramProposer:
         return found[1]
 
     def _chance(self, agreed: int) -> float:
-        """That a draft is right behind so many tokens that agreed."""
+        """That a draft is right after so many tokens that agreed."""
         length = min(agreed, self.longest)
         return min(max(float(self._right[length] / self._trials[length]), 0.01), 0.99)
 
@@ -115,12 +116,12 @@ class Text:
         self._tokens = [*reference, BREAK] if len(reference) else []
         self._start = len(self._tokens)
         self._longest, self._shortest = longest, shortest
-        self._ends: dict[int, int] = {}  # the last n-gram of a hash: where the tokens behind it are
+        self._ends: dict[int, int] = {}  # the last n-gram of a hash: where the tokens after it are
         self._indexed = 0  # all n-grams that end before it are in `_ends`
         self.known = self.agreed = self.tried = self.right = self.drafted_behind = 0
         self._source = -1  # the position that is followed
         self._left = -1  # where the followed text was left, while it is not found again
-        self._changed = 0  # what came then
+        self._changed = 0  # the new token
         self._changes: dict[int, tuple[list[int], list[int]]] = {}  # by the first of what goes
         self._draft: list[int] = []
         self._spots: list[int] = []  # where each token of the draft leads to in the followed text
@@ -179,7 +180,7 @@ class Text:
             self._source = self._left = -1
 
     def _note_change(self, end: int) -> None:
-        """The followed text is found again: what came for what, to expect it from here on."""
+        """The followed text is found again: which tokens replaced which, to expect them again."""
         old = self._tokens[self._left : self._source - self.agreed]
         new = self._tokens[self._changed : end - self.agreed]
         if 0 < len(old) <= PATIENCE and 0 < len(new) <= PATIENCE:

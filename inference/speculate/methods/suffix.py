@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from inference.proposers import DraftMethod
+from inference.proposers import DraftMethod, Proposer
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.speculate.methods.ngram import BREAK, FORGET, LEAST_CHANCE, MULTIPLIER, NGramProposer
 
@@ -24,7 +25,7 @@ MOST_PLACES = 32  # newest occurrences that are counted
 WORD = (1 << 64) - 1
 
 
-class SuffixProposer:
+class SuffixProposer(Proposer):
     """Drafts from what was served before, and, as an `NGramProposer`, from the sequence's own text.
 
     About 40 us a sequence and step, beside the n-gram's, and 0.5 us a token of an ended request.
@@ -42,11 +43,11 @@ class SuffixProposer:
         self.confidence: NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._served, self._own = Served(capacity), NGramProposer()
         self._drafts: dict[int, _Draft] = {}
-        self._told = dict.fromkeys(LENGTHS, 4.0)  # drafts that were verified, each by its share,
+        self._expected = dict.fromkeys(LENGTHS, 4.0)  # verified drafts, each by its share,
         self._right = {n: 4.0 * n / (n + 1) for n in LENGTHS}  # and how many of them were accepted
 
+    @override
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
-        """See `Proposer.propose`."""
         counts = self._own.propose(batch, places, most)
         self.confidence = self._own.confidence
         for row, (place, limit) in enumerate(zip(places.tolist(), most.tolist(), strict=True)):
@@ -54,7 +55,7 @@ class SuffixProposer:
             self._judge(batch, place, known)
             context = batch.ids[place, max(known - LENGTHS[0], 0) : known].tolist()
             tokens, shares, length = self._served.follow(context, limit)
-            worth = self._right[length] / self._told[length] if length else 0.0
+            worth = self._right[length] / self._expected[length] if length else 0.0
             chances = np.minimum(np.array(shares) * worth, 1.0)
             paths = np.cumprod(chances)
             count = int(np.count_nonzero(paths >= LEAST_CHANCE))
@@ -67,8 +68,8 @@ class SuffixProposer:
                 self._drafts[place] = _Draft(serial, known, tokens[:count], shares[:count], length)
         return counts
 
+    @override
     def note_end(self, tokens: Sequence[int], prompt: int) -> None:
-        """See `Proposer.note_end`."""
         self._served.add(tokens)
 
     def _judge(self, batch: RunningBatch, place: int, known: int) -> None:
@@ -76,20 +77,20 @@ class SuffixProposer:
         draft = self._drafts.pop(place, None)
         if draft is None or draft.serial != batch.serial[place]:
             return
-        came = batch.ids[place, draft.known : known].tolist()
-        right = told = 0.0
-        for token, share, wanted in zip(draft.tokens, draft.shares, came, strict=False):
-            told += share
+        following = batch.ids[place, draft.known : known].tolist()
+        right = expected = 0.0
+        for token, share, wanted in zip(draft.tokens, draft.shares, following, strict=False):
+            expected += share
             right += token == wanted
             if token != wanted:
                 break
-        self._told[draft.length] = FORGET * self._told[draft.length] + told
+        self._expected[draft.length] = FORGET * self._expected[draft.length] + expected
         self._right[draft.length] = FORGET * self._right[draft.length] + right
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """What was proposed, behind how many tokens, and how likely it was by an n-gram of a length."""
+    """What was proposed, after how many tokens, and how likely it was by an n-gram of a length."""
 
     serial: int
     known: int
@@ -102,7 +103,7 @@ class Served:
     """Tokens of past requests, the newest of them, and where their n-grams occurred.
 
     A position counts all tokens ever added; it stands in the arrays at its remainder. An n-gram is
-    known by the position behind it.
+    known by the position after it.
 
     Args:
         capacity: Most tokens, a power of 2.
@@ -140,7 +141,7 @@ class Served:
                 self._chain(n, hashes, np.arange(start + n, start + count + 1))
 
     def follow(self, context: list[int], most: int) -> tuple[list[int], list[float], int]:
-        """What came most often behind the longest n-gram that ends a text.
+        """What most often followed the longest n-gram that ends a text.
 
         Args:
             context: The text's last tokens.
@@ -161,7 +162,7 @@ class Served:
         return [], [], 0
 
     def _places(self, n: int, hashed: int, context: list[int]) -> Ints:
-        """Positions behind the newest n-grams that equal the text's last tokens."""
+        """Positions after the newest n-grams that equal the text's last tokens."""
         found, before = [], self._before[n]
         position = int(self._newest[n][hashed])
         while position - n >= self._end - self._mask - 1 and position >= 0:

@@ -5,7 +5,7 @@
 
 Every rank calls the same with rows of the same number, in the same order, and gets the same bits.
 Calls can be captured in CUDA graphs, if all ranks capture the same; replays need nothing between
-them. Which kernel runs, or NCCL, is told by `kernels.triton.collective.choice`.
+them. `kernels.triton.collective.choice` says which kernel runs, or NCCL.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
@@ -119,7 +119,7 @@ class AllReduce:
     def check(self) -> None:
         """Raise RuntimeError where a kernel gave up waiting, with the rank that did not come.
 
-        No device is waited for: what has been told up to now counts.
+        No device is waited for: the faults seen up to now count.
         """
         late = int(self._fault[0])
         if late == GIVEN_UP:
@@ -229,8 +229,8 @@ class AllReduce:
             rows, rows, hidden, hidden, RANK=rank, WHOLE=whole, **step.shape(kept),
         )  # fmt: skip
         self._partial = 0 if whole else totals[rank].data_ptr()
-        told = step.scale if scales is None else scales[rank]
-        return totals[rank] if kept is None else kept, told, totals[rank]
+        own = step.scale if scales is None else scales[rank]
+        return totals[rank] if kept is None else kept, own, totals[rank]
 
     def _results(self, step: _Step) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
         """Rows of every rank and their scales, as `kernels.triton.rows.outputs_of` makes them."""

@@ -6,8 +6,8 @@ import pytest
 
 from tests.formats.families.test_glm4_moe import SIZES as GLM
 from tests.inference.gpu.test_gpu import checkpoint_of, engine_of, prompt
-from tests.inference.speculate.test_eagle import Reference, spied
-from tests.inference.speculate.test_mtp import Reference as PredictingReference
+from tests.inference.speculate.methods.test_eagle import Reference, spied
+from tests.inference.speculate.methods.test_mtp import Reference as PredictingReference
 from tests.kernels.triton_lab import interpreted
 from tests.tiny_families import DEEPSEEK
 

@@ -1,4 +1,4 @@
-"""Ranks as processes: they start, fail, stop and end, and none is left behind."""
+"""Ranks start, fail, stop and end, and none is left: processes, those of torchrun, and doubles."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from threading import Timer
+from threading import Event, Thread, Timer
 
 import pytest
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import EngineEndedError
+from formats.errors import EngineEndedError, EngineError, RequestError
 from formats.tokenizer import load_tokenizer
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
+from inference.parallel import torchrun
 from inference.parallel.backend import FirstBackend
-from inference.parallel.ranks import RankProcess
+from inference.parallel.group import Progress
+from inference.parallel.messages import Heartbeat, RankSpec
+from inference.parallel.ranks import RankProcess, Ranks
 from inference.requests.request import SamplingParams
+from inference.server.command import main as serve
 from tests.inference.bench.test_orphans import runs, wait_for
 from tests.inference.parallel.thread_ranks import cpu_backend
 
@@ -142,3 +146,107 @@ def test_ranks_end_with_the_first(tmp_path):
         first.kill()
         first.wait()
     assert gone([pid])
+
+
+class Answering:
+    """A rank that says where it is, and does nothing; see `inference.parallel.ranks.Member`."""
+
+    def __init__(self, rank, tasks, news):
+        self.name, self._over = f"rank {rank} (alone)", Event()
+        self._ends = tasks, news
+        news.send(Heartbeat(0, "running step 7"))
+
+    def kill(self):
+        self._over.set()
+
+    def ended(self, seconds):
+        for end in self._ends:
+            end.close()
+        return "ended"
+
+
+class Held:
+    """What is called before ranks end, and after a failure."""
+
+    def __init__(self, ranks):
+        self.calls = []
+        ranks.before_end(self.release)
+        ranks.on_failure(self.give_up)
+
+    def release(self):
+        self.calls.append("release")
+
+    def give_up(self):
+        self.calls.append("give up")
+
+
+@pytest.fixture
+def ranks():
+    progress = Progress()
+    made = Ranks([RankSpec(1, 2, dict, EngineConfig(), dict, "", 1, dict)], progress, Answering)
+    made.progress = progress
+    yield made
+    made.close()
+
+
+def test_a_device_that_does_not_come_back_is_named_with_every_rank_and_its_step(ranks):
+    """Ranks are at the same number: none is later than another, and nothing else would end this."""
+    held, start = Held(ranks), time.monotonic()
+    with ranks.together("running step 8"), ranks.progress.waiting(0.3):
+        assert ranks._failed.wait(5)
+    assert 0.3 <= time.monotonic() - start < 2
+    message = (
+        r"rank 0 of 2 has waited too long for its GPU while running step 8: .* does not end\. "
+        r"rank 1 \(alone\) of 2 is running step 7\."
+    )
+    with pytest.raises(EngineEndedError, match=message):
+        ranks.check()
+    assert held.calls == ["give up"]
+
+
+def test_a_device_that_comes_back_in_time_is_no_failure(ranks):
+    held = Held(ranks)
+    with ranks.progress.waiting(0.6):
+        time.sleep(0.3)
+    time.sleep(0.6)
+    ranks.check()
+    assert held.calls == []
+    ranks.close()
+    assert held.calls == ["release"], "graphs go before what connects the ranks"
+
+
+def test_what_is_gone_is_not_called(ranks):
+    Thread(target=Held, args=(ranks,)).run()
+    ranks.close()
+    with pytest.raises(EngineEndedError, match="have been ended"):
+        ranks.check()
+
+
+def test_the_place_of_a_process():
+    told = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4"}
+    assert torchrun.place(told) == (1, 4)
+    assert torchrun.place({"RANK": "1", "WORLD_SIZE": "4"}) is None
+
+
+def test_another_number_of_processes_is_refused(tiny_llama, monkeypatch):
+    monkeypatch.setattr(torchrun, "place", lambda: (0, 4))
+    with pytest.raises(EngineError, match="torchrun has started 4 processes.*--nproc-per-node 2"):
+        Engine.from_pretrained(tiny_llama, config=EngineConfig(tensor_parallel=2))
+
+
+def test_a_server_starts_its_ranks_itself(tiny_llama, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(RequestError, match="Leave torchrun out"):
+        serve([str(tiny_llama), "--tensor-parallel", "2"])
+
+
+@pytest.mark.ci
+def test_torchrun_starts_ranks(tiny_llama):
+    words = ["ptq", "predict", str(tiny_llama), "--prompt", "def", "--max-tokens", "8", "--quiet"]
+    alone = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True)
+    words = ["torch.distributed.run", "--nproc-per-node", "2", "-m", *words]
+    words += ["--tensor-parallel", "2"]
+    both = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True)
+    assert both.returncode == 0, both.stderr
+    assert both.stdout == alone.stdout
+    assert alone.stdout

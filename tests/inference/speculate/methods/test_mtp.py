@@ -16,8 +16,8 @@ from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from tests.formats.families.test_glm4_moe import SIZES as GLM
+from tests.inference.speculate.methods.test_eagle import spied
 from tests.inference.speculate.requests import request_count, run_all, some_requests
-from tests.inference.speculate.test_eagle import spied
 from tests.tiny_families import DEEPSEEK
 
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
