@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from formats.errors import RequestError
-from ptq.sweep.local_pool import LocalPool
+from ptq.sweep.pools import LocalPool
 from ptq.sweep.tasks import left_to_run
 from tests.ptq.sweep.sweeping import STAND_IN, stand_in, task  # noqa: F401 (a fixture)
 
@@ -114,14 +114,14 @@ def test_a_task_ends_with_the_process_that_watches_it(tmp_path):
     """The real child, whose watcher is killed: it must not go on working in its folder."""
     script = (
         "import os, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-m', 'ptq.sweep.local_pool', str(os.getpid()), "
+        "child = subprocess.Popen([sys.executable, '-m', 'ptq.sweep.pools', str(os.getpid()), "
         "'completion', '--help'])\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert b"usage" not in done.stdout  # it ended before it had loaded the command
-    words = [sys.executable, "-m", "ptq.sweep.local_pool", str(os.getpid()), "completion", "--help"]
+    words = [sys.executable, "-m", "ptq.sweep.pools", str(os.getpid()), "completion", "--help"]
     told = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (told.returncode, told.stdout[:22]) == (0, "usage: ptq completion ")
     assert STAND_IN
