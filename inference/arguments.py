@@ -11,6 +11,7 @@ from formats.errors import RequestError, suggestion
 from formats.namespace import later
 from inference.beam_search import BeamParams
 from inference.config import EngineConfig, SpeculateConfig
+from inference.proposers import draft_methods
 from inference.requests.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from inference.engine import Engine
 else:
     engines = later("inference.engine")
-
-METHODS = ("ngram", "suffix", "draft", "eagle", "mtp")
-WITH_PATH = {"draft": "the folder of a model", "eagle": "the folder of a head"}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,14 +106,15 @@ def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
 def _speculate(text: str) -> tuple[str, str | None]:
     """The method, and the path of one that has one."""
     method, _, path = text.partition("=")
-    if method not in METHODS:
-        told = suggestion(method, METHODS)
+    own = draft_methods().get(method)
+    if own is None:
+        told = suggestion(method, tuple(draft_methods()))
         raise argparse.ArgumentTypeError(
             f"found {text!r}; {told} (draft is draft=PATH, eagle is eagle=PATH)"
         )
-    takes_path = bool(path) if method == "mtp" else method in WITH_PATH
+    takes_path = bool(path) if own.takes_path else own.needs is not None
     if takes_path != bool(path) or ("=" in text and not path):
-        form = f"{method}=PATH, {WITH_PATH[method]}" if method in WITH_PATH else method
+        form = method if own.needs is None else f"{method}=PATH, {own.needs}"
         raise argparse.ArgumentTypeError(f"found {text!r}; give {form}")
     return method, path or None
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
 from formats.errors import EngineError
 from formats.scheme import Strict
+from inference.proposers import draft_methods
 from inference.scheduling.blocks import blocks_for
 from kernels.attention_inputs import KV_BLOCK
 
@@ -30,14 +32,24 @@ class SpeculateConfig(Strict):
         depth: Drafts of each request in a step; default: as many as pay, none where none do.
     """
 
-    method: Literal["ngram", "suffix", "draft", "eagle", "mtp"]
+    method: str
     path: str | None = None
     depth: int | None = Field(default=None, ge=1, le=64)
 
+    @field_validator("method", mode="before")
+    @classmethod
+    def _check_method(cls, found: object) -> object:
+        names = tuple(draft_methods())
+        if found not in names:
+            *others, last = map(repr, names)
+            expected = f"{', '.join(others)} or {last}"
+            raise PydanticKnownError("literal_error", {"expected": expected})
+        return found
+
     @model_validator(mode="after")
     def _check_path(self) -> Self:
-        needed = self.method in ("draft", "eagle")
-        if self.method != "mtp" and (self.path is None) == needed:
+        own = draft_methods()[self.method]
+        if not own.takes_path and (self.path is None) == (own.needs is not None):
             told = "needs a path" if self.path is None else f"takes no path; found {self.path!r}"
             raise EngineError(f"speculate: method {self.method} {told}")
         return self

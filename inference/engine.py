@@ -31,6 +31,7 @@ from inference.config import EngineConfig
 from inference.models.kv_cache import CacheShape
 from inference.models.network import Model
 from inference.parallel.backend import choose_ranks
+from inference.proposers import Proposer, draft_methods, require_method
 from inference.requests.request import (
     RequestOutput,
     SamplingParams,
@@ -46,8 +47,7 @@ from inference.scheduling.sequence import Held, check_beams
 from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.work import Work
 from inference.speculate.chain import Target
-from inference.speculate.choose import Proposer, choose_proposer, require_method
-from inference.speculate.speculation import Speculation
+from inference.speculate.decoder import SpeculativeDecoder
 from inference.structured.compiler import GrammarCompiler
 from inference.transformers_code.choose import check_config, read_shape
 from kernels.attention_inputs import KVPool
@@ -90,7 +90,7 @@ class Engine:
     ) -> None:
         self.checkpoint, self.tokenizer, self.backend = checkpoint, tokenizer, backend
         if config.speculate is not None:
-            require_method(config.speculate, backend)
+            require_method(config.speculate.method, networks=backend.runs_drafters)
         shape = read_shape(checkpoint, backend, transformers_code=config.transformers_code)
         length, blocks = config.sizes(shape.max_positions)
         with backend.loading(checkpoint.nbytes):
@@ -108,13 +108,15 @@ class Engine:
         self._ends = frozenset(token for token in ends if token < shape.vocab_size)  # can come
         self._grammars = GrammarCompiler(tokenizer, shape.vocab_size, self._ends)
         self._blocks = BlockManager(blocks, prefix_cache=config.prefix_cache)
-        self.speculation: Speculation | None = None
+        self.speculation: SpeculativeDecoder | None = None
         self._start()
         if config.speculate is not None:
             target = Target(
                 tokenizer, shape.vocab_size, self.config, backend, self.model, checkpoint
             )
-            self.speculate_by(choose_proposer(config.speculate, target), config.speculate.depth)
+            own = config.speculate
+            make = draft_methods()[own.method].make
+            self.speculate_by(make(own.path, target), own.depth)
 
     def _start(self) -> None:
         """Be ready for the first request."""
@@ -203,7 +205,7 @@ class Engine:
             depth: Drafts of each request in a step; default: as many as pay.
         """
         places = self.config.max_batch_size
-        self.speculation = None if proposer is None else Speculation(proposer, places, depth)
+        self.speculation = None if proposer is None else SpeculativeDecoder(proposer, places, depth)
         self._scheduler.drafter = self.speculation
 
     @property

@@ -1,6 +1,6 @@
 """An EAGLE-3 head as it is trained: one block with the tensors of the published layout.
 
-`inference.speculate.eagle.head` has the equations, and runs what this writes.
+`inference.speculate.methods.eagle` has the equations, and runs what this writes.
 
 Training-time test (Li et al. 2025, arXiv 2503.01840, section 3.2): where it drafts, the head reads
 its own output of the step before in place of the model's hidden states. So it is run several times

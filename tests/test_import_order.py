@@ -60,6 +60,7 @@ FLOORS = {
     "inference": """
         requests
         scheduling
+        proposers
         config structured
         models
         transformers_code

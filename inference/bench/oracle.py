@@ -47,7 +47,7 @@ def chance_of(acceptance: float, depth: int | None) -> float:
 
 
 class Oracle:
-    """Drafts of outputs of one token; see `inference.speculate.choose.Proposer`.
+    """Drafts of outputs of one token; see `inference.proposers.Proposer`.
 
     Args:
         token: The one that comes.

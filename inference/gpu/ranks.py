@@ -10,37 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from inference.gpu.layers import GpuLinear
 from inference.gpu.steps import StepPlan
+from kernels.triton.collective.all_reduce import AllReduce
 from kernels.triton.collective.scaling import Scaling
 from kernels.triton.linear.weight import InputFormat
-
-
-class Reducer(Protocol):
-    """Sums over ranks with what follows; `kernels.triton.collective.all_reduce.AllReduce`."""
-
-    def sum(self, x: Tensor, scaling: Scaling | None = None) -> Tensor:
-        """The sum over ranks alone: [rows, hidden] in the model's float type."""
-        ...
-
-    def add_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        eps: float,
-        scale: Tensor | None = None,
-        dtype: torch.dtype = torch.int8,
-        group: int | None = None,
-        residual_ready: bool = False,
-        after: Tensor | None = None,
-        scaling: Scaling | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Norm of the sum over ranks + residual: rows, their scales, the sum."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +31,7 @@ class Partial:
 
     x: Tensor
     scaling: Scaling | None
-    reducer: Reducer
+    reducer: AllReduce
 
     def __getitem__(self, rows: Tensor) -> Partial:
         """Some rows of it."""

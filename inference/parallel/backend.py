@@ -33,12 +33,12 @@ from inference.models.network import Model
 from inference.models.read import StoredLinear
 from inference.models.shapes import check_shapes
 from inference.parallel import torchrun
+from inference.parallel.cpu import CpuSide
 from inference.parallel.group import Progress
-from inference.parallel.loader import MEETING, RankLoader, declared_shape, join
+from inference.parallel.loader import MEETING, DeviceSide, RankLoader, declared_shape, join
 from inference.parallel.messages import LOADING, ChangeBlocks, MakeCache, RankSpec, TellFree
 from inference.parallel.ranks import RankProcess, Ranks, Start
 from inference.parallel.shard import shard_of
-from inference.parallel.sides import side_of
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.scheduler import Scheduler
@@ -60,7 +60,7 @@ class FirstBackend:
         config: The engine's sizes.
         others: Makes the backend of another rank; can be pickled.
         start: Starts a rank.
-        on_host: See `inference.parallel.messages.RankSpec`.
+        side: What a rank does in its own way on the device of a backend; can be pickled.
     """
 
     runs_drafters, float_sinks = False, False  # which the ranks' own parts decide
@@ -73,11 +73,12 @@ class FirstBackend:
         others: MakeBackend,
         *,
         start: Start = RankProcess,
-        on_host: bool = False,
+        side: Callable[[Backend[Any, Any]], DeviceSide] | None = None,
     ) -> None:
         self._inner, self._config, self._start = inner, config, start
         self.device, self.dtype = inner.device, inner.dtype
-        self._first = RankSpec(0, config.tensor_parallel, open, config, others, "", 1, on_host)
+        ranks, own = config.tensor_parallel, side or side_of
+        self._first = RankSpec(0, ranks, open, config, others, "", 1, own)
 
     def check(self, config: ModelConfig) -> None:
         """Refuse what the device does not run."""
@@ -118,13 +119,13 @@ class FirstBackend:
         if self.device.type != "cpu":
             stuck = STUCK_AFTER
         self.ranks = Ranks(specs, progress, self._start, patience, stuck)
-        own = stuck is not None and not first.on_host  # a process group of the devices
-        self._end = weakref.finalize(self, _end, self.ranks, before, folder, own)
+        devices = stuck is not None
+        self._end = weakref.finalize(self, _end, self.ranks, before, folder, devices)
         torch.set_num_threads(first.threads)
         try:
             with self.ranks.together(LOADING):
                 self.ranks.wait_for(MEETING)
-                host, side = join(first, progress), side_of(self._inner)
+                host, side = join(first, progress), first.side(self._inner)
                 self._loader = RankLoader.of(first, checkpoint, self._inner, side, host)
                 return self._loader.load(self.ranks.check)
         except BaseException:
@@ -241,6 +242,15 @@ def _start(ranks: int) -> Start:
     if rank:
         torchrun.run_rank(rank)
     return torchrun.TorchrunStart()
+
+
+def side_of(inner: Backend[Any, Any]) -> DeviceSide:
+    """What a rank does in its own way on the device of a backend."""
+    if isinstance(inner, CpuBackend):
+        return CpuSide()
+    from inference.parallel.gpu import GpuSide  # needs Triton
+
+    return GpuSide()
 
 
 def rank_backend(kind: str, dtype: torch.dtype, first: int, rank: int) -> Backend[Any, Any]:

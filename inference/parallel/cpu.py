@@ -1,8 +1,15 @@
-"""Ranks on CPUs of one machine."""
+"""Ranks on CPUs of one machine.
+
+What is rounded to integers is rounded as on one rank: a dynamic scale of a token is that of all
+ranks' inputs. With int8 inputs and one scale for an output the parts of a row-parallel layer are
+integers, whose sum is scaled once: it has the bits of one rank. Sums of floats are rounded in
+another order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -11,26 +18,28 @@ from torch import Tensor
 
 from inference.backend import Backend
 from inference.cpu.decoder import CpuDecoder, forward_by_ops
-from inference.cpu.layers import Batch, CpuExperts, Linear, pack_linear
+from inference.cpu.layers import Batch, CpuExperts, Linear, pack_linear, static_integers
 from inference.cpu.loop import HostLoop
-from inference.models.config import ModelConfig
 from inference.models.read import StoredLinear
-from inference.parallel.cpu_layers import (
-    GatheredLinear,
-    HeadPart,
-    SummedIntegers,
-    SummedLinear,
-    summed,
-)
-from inference.parallel.decoder import Kind, kind_of, sizes_of
 from inference.parallel.group import GlooGroup, Group
+from inference.parallel.layers import RankFactory, RankLayer
 from inference.parallel.loader import RankLoader
 from inference.parallel.messages import RankSpec, RunStep, Task, packed, unpacked
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard
 from kernels.attention_inputs import KVPool
-
-CpuPart = Linear | SummedLinear | SummedIntegers | GatheredLinear | HeadPart
+from kernels.cpu.weights import Weight, pack_quantized_weight
+from kernels.numerics import (
+    FP8,
+    INT8,
+    QuantizedType,
+    block_absmax,
+    choose_scale,
+    fake_quantize,
+    quantize,
+)
+from kernels.ops import fake_quantize_fp8, linear
+from kernels.reference import RUN
 
 
 class CpuSide:
@@ -44,7 +53,7 @@ class CpuSide:
         self, inner: Backend[Any, Any], shard: Shard, group: Group, check: Callable[[], None]
     ) -> CpuFactory:
         """Makes the rank's layers."""
-        return CpuFactory(inner.dtype, shard, group, check)
+        return CpuFactory(inner, shard, group, check)
 
     def free_bytes(self, inner: Backend[Any, Any], ranks: int) -> int:
         """An equal part of what the system has left."""
@@ -81,45 +90,137 @@ def _forward(loader: RankLoader, pools: Sequence[KVPool]) -> Callable[[Batch], T
     return partial(forward_by_ops, cast(CpuDecoder, loader.model), pools)
 
 
-class CpuFactory:
-    """Makes a rank's layers on a CPU; see `inference.models.layers.LayerFactory`.
+class CpuFactory(RankFactory):
+    """Makes a rank's layers on a CPU."""
 
-    Args:
-        dtype: Of activations and of float weights.
-        shard: What the rank holds.
-        group: All ranks.
-        check: Raises where another rank has failed.
-    """
-
-    device = torch.device("cpu")
-
-    def __init__(
-        self, dtype: torch.dtype, shard: Shard, group: Group, check: Callable[[], None]
-    ) -> None:
-        self.dtype, self._shard, self._group, self._check = dtype, shard, group, check
-
-    def check(self, config: ModelConfig) -> None:
-        """Every part that is cut runs here."""
-
-    def linear(self, stored: StoredLinear) -> CpuPart:
-        """Pack a layer, as the rank has it."""
-        self._check()
-        self._group.progress.count += 1
-        shard, group = self._shard, self._group
-        match kind_of(stored, shard):
-            case Kind.HEAD:
-                tokens = [span.count for span in shard.vocabulary]
-                return HeadPart(pack_linear(stored, self.dtype), tokens, group)
-            case Kind.GATHERED:
-                return GatheredLinear(
-                    pack_linear(stored, self.dtype), *sizes_of(stored, shard), group
-                )
-            case Kind.SUMMED:
-                return summed(stored, self.dtype, group)
-            case Kind.OWN:
-                return pack_linear(stored, self.dtype)
+    def row_parallel(self, stored: StoredLinear) -> RowParallel | RowParallelIntegers:
+        """Pack the rank's part; parts of int8 inputs with one scale for an output are integers."""
+        weights, inputs = stored.scheme.weights, stored.scheme.activations
+        integral = weights is not None and weights.dtype in ("int8", "int4")
+        whole = stored.group is None and stored.zero_point is None
+        if not (integral and whole and inputs is not None and inputs.dtype == "int8"):
+            own = pack_linear(replace(stored, bias=None), self.dtype)
+            return RowParallel(own, stored.bias, self._group)
+        assert weights is not None
+        assert stored.scale is not None
+        one = torch.ones(len(stored.weight), 1)
+        runs = [
+            pack_quantized_weight(run, one, weights.dtype, integer_inputs=True)
+            for run in stored.weight.split(RUN, dim=1)
+        ]
+        own = IntegerRuns(runs, stored.scale.float().reshape(-1).contiguous())
+        scales = (stored.input_scale, stored.sink_scale)
+        return RowParallelIntegers(own, scales, stored.bias, self._group)
 
     def experts(self, stacks: Iterator[StoredLinear], count: int) -> CpuExperts:
         """Pack the same layer of each expert."""
         each = [self.linear(one) for stack in stacks for one in stack.unstacked()]
         return CpuExperts(cast(list[Linear], each))  # they are called, and no more
+
+
+StaticScales = tuple[Tensor | None, Tensor | None]  # of most rows, and of those of sink tokens
+
+
+@dataclass(frozen=True)
+class RowParallel(RankLayer):
+    """A row-parallel layer: each rank has some of its inputs.
+
+    Attributes:
+        own: The rank's part, a `Linear` without bias, which gives its share of the sum.
+        bias: fp32 [N], added to the sum, or None.
+        group: All ranks.
+    """
+
+    bias: Tensor | None
+    group: Group
+
+    def __call__(self, x: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """[T, the rank's inputs] float -> [T, N] in the type of `x`."""
+        return _finished(self.group.sum(self._part(x, sinks)), self.bias, x.dtype)
+
+    def _part(self, x: Tensor, sinks: Tensor | None) -> Tensor:
+        """The rank's share, fp32."""
+        own: Linear = self.own
+        spec = own.activations
+        if spec is None:
+            return linear(x, own.weight)
+        if spec.dtype == "fp8_e4m3":
+            if own.input_scale is not None:
+                return own(x, sinks)  # no scale is of other ranks' data
+            if spec.group == -1:
+                seen = fake_quantize(x, token_scale(x, self.group, FP8), FP8)
+            else:
+                seen = fake_quantize_fp8(x, None, spec.group)
+            return linear(seen, own.weight)
+        xq, scale = integers(x, (own.input_scale, own.sink_scale), self.group, sinks)
+        return linear(xq, own.weight, scale)
+
+
+@dataclass(frozen=True)
+class IntegerRuns:
+    """The weight of a rank's part of int8 inputs and one scale for an output.
+
+    Attributes:
+        runs: Runs of inputs so short that sums over them are exact in fp32, without scales.
+        scale: fp32 [N].
+    """
+
+    runs: Sequence[Weight]
+    scale: Tensor
+
+    def __call__(self, xq: Tensor) -> Tensor:
+        """int8 [T, K] -> int32 [T, N]."""
+        one = torch.ones(1)
+        parts = (
+            linear(part, run, one).to(torch.int32)
+            for part, run in zip(xq.split(RUN, dim=1), self.runs, strict=True)
+        )
+        return torch.as_tensor(sum(parts))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return sum(run.nbytes for run in self.runs) + self.scale.nbytes
+
+
+@dataclass(frozen=True)
+class RowParallelIntegers(RankLayer):
+    """A row-parallel layer of int8 inputs and weights with one scale for an output.
+
+    Attributes:
+        own: The rank's part, `IntegerRuns`.
+        scales: Of the input, fp32, one element, and of sink tokens' rows; None where each token is
+            scaled by its own values, and where sink tokens have the same.
+        bias: fp32 [N], added to the sum, or None.
+        group: All ranks.
+    """
+
+    scales: StaticScales
+    bias: Tensor | None
+    group: Group
+
+    def __call__(self, x: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """[T, the rank's inputs] float -> [T, N] in the type of `x`."""
+        xq, x_scale = integers(x, self.scales, self.group, sinks)
+        total = self.group.sum(self.own(xq))
+        return _finished(total.float() * (x_scale * self.own.scale), self.bias, x.dtype)
+
+
+def integers(
+    x: Tensor, scales: StaticScales, group: Group, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows of a layer's input as int8, and their scales: static ones, or of each whole row."""
+    static, of_sinks = scales
+    if static is not None:
+        return static_integers(x, static, of_sinks, sinks)
+    scale = token_scale(x, group, INT8)
+    return quantize(x, scale), scale
+
+
+def token_scale(x: Tensor, group: Group, kind: QuantizedType) -> Tensor:
+    """The scale of each row, of which the ranks have parts: fp32 [T, 1]."""
+    return choose_scale(group.largest(block_absmax(x, (1, -1))), kind)
+
+
+def _finished(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (total if bias is None else total + bias).to(dtype)

@@ -2,18 +2,25 @@
 
 A step is a CUDA graph on every rank, collectives included. Rank 0 sends each step's plan, a block
 of bytes, before it launches its own, and chooses tokens, which are broadcast on the device.
+
+A row-parallel layer gives a partial sum (`inference.gpu.ranks.Partial`). With static int8 inputs
+and sums of integers alone the parts are integers, and the sum has the bits of one GPU. Other parts
+are floats of the model's type, which are added in fp32; a dynamic scale of a token is then that of
+the rank's own inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
+from typing_extensions import override
 
 from formats.errors import CheckpointError, EngineError
 from inference.backend import Backend
@@ -21,20 +28,14 @@ from inference.config import EngineConfig
 from inference.gpu.backend import TritonBackend
 from inference.gpu.decoder import GpuDecoder
 from inference.gpu.invariant import invariant_decoder
-from inference.gpu.layers import pack_linear
+from inference.gpu.layers import GpuLinear, as_wanted, pack_linear
 from inference.gpu.loop import DeviceLoop
-from inference.gpu.ranks import Reducer
+from inference.gpu.ranks import Partial
 from inference.gpu.runner import GpuRunner
 from inference.gpu.steps import StepPlan
-from inference.models.config import ModelConfig
 from inference.models.read import StoredLinear
-from inference.parallel.decoder import Kind, kind_of, sizes_of
-from inference.parallel.gpu_layers import (
-    GatheredGpuLinear,
-    GpuHeadPart,
-    summed,
-)
 from inference.parallel.group import GlooGroup, Group, cut_parts, widened
+from inference.parallel.layers import Gathered, Head, RankFactory, RankLayer
 from inference.parallel.loader import RankLoader
 from inference.parallel.messages import RankSpec, Replay, RunPlan, Task, WarmUp
 from inference.parallel.ranks import Ranks
@@ -44,7 +45,6 @@ from inference.scheduling.batch import RunningBatch
 from inference.scheduling.blocks import blocks_for
 from inference.scheduling.work import Work
 from kernels.attention_inputs import KVPool
-from kernels.triton import fused
 from kernels.triton.collective.all_reduce import AllReduce
 from kernels.triton.collective.scaling import Scaling
 from kernels.triton.linear.weight import InputFormat
@@ -52,28 +52,6 @@ from kernels.triton.linear.weight import InputFormat
 CONNECTING = "connecting its GPU with the others'"
 CONNECTED_WITHIN = 20.0  # seconds
 KERNELS_FOR = (2, 4, 8)  # ranks for which there are all-reduce kernels
-
-
-class DeviceGroup(Group, Protocol):
-    """A group of GPUs with its all-reduce.
-
-    Attributes:
-        reducer: Sums rows of the residual stream.
-    """
-
-    reducer: Reducer
-
-    def share(self, chosen: Tensor) -> Tensor:
-        """Broadcast: the tensor of rank 0."""
-        ...
-
-    def check(self) -> None:
-        """Raise RuntimeError where a kernel gave up waiting for a rank."""
-        ...
-
-    def give_up(self) -> None:
-        """Have kernels that wait for a rank wait no longer."""
-        ...
 
 
 class NcclGroup:
@@ -132,81 +110,13 @@ class NcclGroup:
         self.reducer.give_up()
 
 
-class HostGroup:
-    """Ranks on one GPU, or on CPUs that stand for GPUs: collectives go through the host. For tests;
-    nothing of it can be captured.
-
-    Args:
-        host: The group of the processes.
-        dtype: The model's float type.
-    """
-
-    def __init__(self, host: GlooGroup, dtype: torch.dtype) -> None:
-        self.rank, self.ranks, self.progress = host.rank, host.ranks, host.progress
-        self._host, self._dtype = host, dtype
-        self.reducer: Reducer = self
-
-    def sum(self, x: Tensor, scaling: Scaling | None = None) -> Tensor:
-        """See `Group.sum` and `Reducer.sum`."""
-        wide = x.cpu() if scaling is not None else x.cpu().float()
-        total = self._host.sum(wide).to(x.device)
-        return total.to(self._dtype) if scaling is None else scaling.of(total, self._dtype)
-
-    def add_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        eps: float,
-        scale: Tensor | None = None,
-        dtype: torch.dtype = torch.int8,
-        group: int | None = None,
-        residual_ready: bool = False,
-        after: Tensor | None = None,
-        scaling: Scaling | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """See `Reducer.add_rms_norm`."""
-        y = self.sum(x, scaling)
-        rest = (scale, dtype, group, residual_ready, after)
-        return fused.add_rms_norm(y, residual, weight, eps, *rest)
-
-    def largest(self, part: Tensor) -> Tensor:
-        """See `Group.largest`."""
-        return self._host.largest(part.cpu()).to(part.device)
-
-    def smallest(self, number: int) -> int:
-        """See `Group.smallest`."""
-        return self._host.smallest(number)
-
-    def side_by_side(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See `Group.side_by_side`."""
-        return self._host.side_by_side(part.cpu(), sizes).to(part.device)
-
-    def on_first(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """See `Group.on_first`."""
-        return self._host.on_first(part.cpu(), sizes).to(part.device)
-
-    def share(self, chosen: Tensor) -> Tensor:
-        """The first rank's tensor: of the others nothing but zeros is added."""
-        own = chosen.cpu() if self.rank == 0 else torch.zeros(chosen.shape, dtype=chosen.dtype)
-        return self._host.sum(own).to(chosen.device)
-
-    def check(self) -> None:
-        """Gloo itself tells where a rank is gone."""
-
-    def give_up(self) -> None:
-        """No kernel waits."""
-
-
 class GpuSide:
     """See `inference.parallel.loader.DeviceSide`."""
 
     def join(
         self, inner: Backend[Any, Any], spec: RankSpec, host: GlooGroup, hidden: int
-    ) -> DeviceGroup:
-        """Meet by NCCL; through the host where ranks have no GPU of their own."""
-        if inner.device.type != "cuda" or spec.on_host:
-            return cast(DeviceGroup, HostGroup(host, inner.dtype))
+    ) -> NcclGroup:
+        """Meet by NCCL."""
         if spec.ranks not in KERNELS_FOR:
             raise EngineError(
                 f"tensor_parallel {spec.ranks}: sums over GPUs are for "
@@ -231,14 +141,14 @@ class GpuSide:
             most = spec.config.max_batched_tokens + spec.config.max_batch_size
             reducer = AllReduce.over(world, device, most, hidden, inner.dtype)
         host.progress.doing = before
-        return cast(DeviceGroup, NcclGroup(host, reducer))
+        return NcclGroup(host, reducer)
 
     def factory(
         self, inner: Backend[Any, Any], shard: Shard, group: Group, check: Callable[[], None]
     ) -> GpuFactory:
         """Makes the rank's layers."""
         assert isinstance(inner, TritonBackend)
-        return GpuFactory(inner, shard, cast(DeviceGroup, group), check)
+        return GpuFactory(inner, shard, cast(NcclGroup, group), check)
 
     def free_bytes(self, inner: Backend[Any, Any], ranks: int) -> int:
         """What its GPU has left."""
@@ -246,7 +156,7 @@ class GpuSide:
 
     def executor(self, loader: RankLoader, pools: Sequence[KVPool]) -> Callable[[Task], None]:
         """What runs the steps that the first rank plans."""
-        ranks = PlannedSteps(cast(DeviceGroup, loader.group), loader.inner.device)
+        ranks = PlannedSteps(cast(NcclGroup, loader.group), loader.inner.device)
         batch = RunningBatch(loader.config.max_batch_size)
         runner = runner_of(loader, pools, batch, ranks)
 
@@ -260,7 +170,7 @@ class GpuSide:
             assert isinstance(task, RunPlan)
             loader.host.progress.count += 1
             runner.follow(task.size, task.block)
-            cast(DeviceGroup, loader.group).check()
+            cast(NcclGroup, loader.group).check()
 
         return run
 
@@ -276,7 +186,7 @@ class GpuSide:
             rest: Scheduler, sizes and requests of the engine.
         """
         scheduler = rest["scheduler"]
-        group = cast(DeviceGroup, loader.group)
+        group = cast(NcclGroup, loader.group)
         steps = PlannedSteps(group, loader.inner.device, ranks)
         runner = runner_of(loader, pools, scheduler.batch, steps)
         ranks.before_end(runner.release)
@@ -316,9 +226,7 @@ class PlannedSteps:
         steps: That the others were given.
     """
 
-    def __init__(
-        self, group: DeviceGroup, device: torch.device, ranks: Ranks | None = None
-    ) -> None:
+    def __init__(self, group: NcclGroup, device: torch.device, ranks: Ranks | None = None) -> None:
         self._group, self._device = group, device
         self._ranks, self.first, self.steps = ranks, ranks is not None, 0
 
@@ -351,7 +259,7 @@ class RanksLoop(DeviceLoop):
     """
 
     def __init__(
-        self, ranks: Ranks, group: DeviceGroup, planned: PlannedSteps, *rest: Any, **named: Any
+        self, ranks: Ranks, group: NcclGroup, planned: PlannedSteps, *rest: Any, **named: Any
     ) -> None:
         super().__init__(*rest, **named)
         self._ranks, self._group, self._planned = ranks, group, planned
@@ -393,43 +301,29 @@ class RanksLoop(DeviceLoop):
         super()._warm(sequences, tokens, rows)
 
 
-class GpuFactory:
-    """Makes a rank's layers on a GPU; see `inference.models.layers.LayerFactory`.
+class GpuFactory(RankFactory):
+    """Makes a rank's layers on a GPU."""
 
-    Args:
-        inner: The backend of the rank's GPU.
-        shard: What the rank holds.
-        group: All ranks.
-        check: Raises where another rank has failed.
-    """
+    def head(self, own: GpuLinear, tokens: Sequence[int]) -> GpuHead:
+        """The head, of which the rank has so many tokens."""
+        return GpuHead(own, tokens, self._group)
 
-    def __init__(
-        self, inner: TritonBackend, shard: Shard, group: DeviceGroup, check: Callable[[], None]
-    ) -> None:
-        self._inner, self._shard, self._group, self._check = inner, shard, group, check
-        self.device, self.dtype = inner.device, inner.dtype
+    def gathered(
+        self, own: GpuLinear, inputs: Sequence[int], outputs: Sequence[int]
+    ) -> GpuGathered:
+        """A layer that reads the inputs of all ranks."""
+        return GpuGathered(own, inputs, outputs, self._group, InputFormat(self.dtype))
 
-    def check(self, config: ModelConfig) -> None:
-        """Refuse what the kernels do not take."""
-        self._inner.check(config)
-
-    def linear(self, stored: StoredLinear) -> Any:
-        """Pack a layer, as the rank has it."""
-        self._check()
-        group, shard = self._group, self._shard
-        group.progress.count += 1
-        match kind_of(stored, shard):
-            case Kind.HEAD:
-                tokens = [span.count for span in shard.vocabulary]
-                return GpuHeadPart(pack_linear(stored, self.dtype), tokens, group)
-            case Kind.GATHERED:
-                sizes, floats = sizes_of(stored, shard), InputFormat(self.dtype)
-                own = pack_linear(stored, self.dtype)
-                return GatheredGpuLinear(own, *sizes, group, floats)
-            case Kind.SUMMED:
-                return summed(stored, self.dtype, group.reducer, first=shard.rank == 0)
-            case Kind.OWN:
-                return pack_linear(stored, self.dtype)
+    def row_parallel(self, stored: StoredLinear) -> GpuRowParallel:
+        """Pack the rank's part; where parts are floats, the first rank's has the bias."""
+        reducer = self._group.reducer
+        plain = pack_linear(replace(stored, bias=None), self.dtype)
+        if stored.input_scale is not None and plain.weight.exact and plain.outputs is None:
+            scale = plain.weight.output_scale.float().reshape(-1).contiguous()
+            bias = None if stored.bias is None else stored.bias.float().contiguous()
+            return GpuRowParallel(plain, Scaling(stored.input_scale, scale, bias), reducer)
+        biased = self._shard.rank == 0 and stored.bias is not None
+        return GpuRowParallel(pack_linear(stored, self.dtype) if biased else plain, None, reducer)
 
     def experts(self, stacks: Iterator[StoredLinear], count: int) -> Any:
         """Refuse a mixture of experts.
@@ -441,3 +335,74 @@ class GpuFactory:
             "tensor_parallel: mixtures of experts are cut among ranks on a CPU alone so far. Run "
             "it with tensor_parallel 1"
         )
+
+
+@dataclass(frozen=True)
+class GpuRowParallel(RankLayer):
+    """A row-parallel layer: each rank has some of its inputs.
+
+    Attributes:
+        own: The rank's part; it has the bias on the first rank alone, and none of integers.
+        scaling: What makes floats of its integers; None where it gives floats.
+        reducer: Sums parts.
+    """
+
+    own: GpuLinear
+    scaling: Scaling | None
+    reducer: AllReduce
+
+    def __call__(
+        self, x: Tensor, sinks: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Partial:
+        """The rank's part of [T, N], of its inputs [T, K] float."""
+        return self.run(*as_wanted(x, self.rows, sinks), dtype or x.dtype)
+
+    def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Partial:
+        """The same of rows that are as the layer wants them."""
+        scaling = self.scaling
+        if scaling is not None and scales is not None:  # of each row, where there are sink tokens
+            scaling = replace(scaling, x_scale=scales)
+        kind = dtype if scaling is None else torch.int32
+        return Partial(self.own.run(rows, scales, kind), scaling, self.reducer)
+
+    @override
+    def with_own(self, change: Callable[[GpuLinear], GpuLinear]) -> GpuRowParallel:
+        if self.scaling is None:
+            raise EngineError(
+                "invariant: parts of sums over ranks are floats here, which are added in an order "
+                "that depends on the batch. Take a scheme with static int8 inputs, such as a8w8c8, "
+                "or leave invariant out"
+            )
+        return self  # integers: any order is the same
+
+    @property
+    def rows(self) -> InputFormat:
+        """How its input is given to `run`."""
+        return self.own.rows
+
+
+@dataclass(frozen=True)
+class GpuGathered(Gathered):
+    """`Gathered`, with floats for inputs: all are gathered before they are quantized."""
+
+    rows: InputFormat
+
+    def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The same of rows in the model's float type, in `dtype`."""
+        return self(rows, None, dtype)
+
+
+@dataclass(frozen=True)
+class GpuHead(Head):
+    """`Head`, of rows that may be quantized by the kernel ahead."""
+
+    own: GpuLinear
+
+    def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The same of rows that are as the layer wants them, in `dtype`."""
+        return self.group.on_first(self.own.run(rows, scales, dtype), self.tokens)
+
+    @property
+    def rows(self) -> InputFormat:
+        """How its input is given to `run`."""
+        return self.own.rows

@@ -18,8 +18,8 @@ from inference.config import EngineConfig
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, LayerCache
 from inference.models.layers import LayerFactory
-from inference.parallel.decoder import ShardDecoder
 from inference.parallel.group import GlooGroup, Group, Progress
+from inference.parallel.layers import ShardDecoder
 from inference.parallel.messages import LOADING, RankSpec, Task
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard, shard_of

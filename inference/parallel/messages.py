@@ -37,8 +37,8 @@ class RankSpec:
         backend: Makes the backend of a rank's device.
         meeting: A file through which the ranks find each other.
         threads: Of its own, on a CPU.
-        on_host: Whether all-reduces and gathers of ranks on GPUs go through the host: for tests,
-            where there is no GPU for each rank.
+        side: What a rank does in its own way on the device of a backend: a
+            `inference.parallel.loader.DeviceSide`.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class RankSpec:
     backend: Callable[[int], Backend[Any, Any]]
     meeting: str
     threads: int
-    on_host: bool = False
+    side: Callable[[Backend[Any, Any]], Any]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from inference.parallel.messages import (
     WarmUp,
 )
 from inference.parallel.ranks import IDLE
-from inference.parallel.sides import side_of
 from inference.scheduling.blocks import BlockChanges
 
 EVERY = 0.25  # seconds between two heartbeats
@@ -112,7 +111,7 @@ class Rank:
         host = join(spec, self._news.progress)
         inner = spec.backend(spec.rank)
         checkpoint = spec.open()
-        self._loader = RankLoader.of(spec, checkpoint, inner, side_of(inner), host)
+        self._loader = RankLoader.of(spec, checkpoint, inner, spec.side(inner), host)
         self._pools: list[Any] = []
         self._loader.load()
 

@@ -33,7 +33,7 @@ class HiddenStates:
 
 
 class Drafter(Protocol):
-    """Drafts for running sequences; `inference.speculate.speculation.Speculation`.
+    """Drafts for running sequences; `inference.speculate.decoder.SpeculativeDecoder`.
 
     Attributes:
         reads: Hidden states of each step that it is told, if any.

@@ -96,12 +96,12 @@ class NetworkBackend(Backend[Any, Any], Protocol):
 
 
 def network_backend(target: Target) -> NetworkBackend:
-    """The target's, which `inference.speculate.choose.require_method` has found to be one."""
+    """The target's, which `inference.proposers.require_method` has found to be one."""
     return cast(NetworkBackend, target.backend)
 
 
 class ChainProposer:
-    """A proposer that runs a network; see `inference.speculate.choose.Proposer`.
+    """A proposer that runs a network; see `inference.proposers.Proposer`.
 
     Args:
         network: What it runs.

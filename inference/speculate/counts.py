@@ -4,10 +4,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
-from inference.speculate.speculation import Speculation
+import numpy as np
+
+from inference.scheduling.batch import Ints
+
+if TYPE_CHECKING:
+    from inference.speculate.decoder import SpeculativeDecoder
 
 SHOWN = 8  # positions of a line of text
+UNCOUNTED = 256  # steps whose drafts are noted before they are counted
+
+
+class Tally:
+    """Counts drafts by their position in a chain.
+
+    Args:
+        depth: Most drafts of a sequence in a step.
+
+    Attributes:
+        steps: Times that a sequence had drafts.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._counts = np.zeros((2, depth), np.int64)
+        self._noted: list[tuple[Ints, Ints]] = []
+        self.steps = 0
+
+    def note(self, drafts: Ints, accepted: Ints) -> None:
+        """Sequences had so many drafts, of which so many were accepted."""
+        self.steps += len(drafts)
+        self._noted.append((drafts, accepted))
+        if len(self._noted) > UNCOUNTED:  # not in each step, whose time it would take
+            self.counted()
+
+    def counted(self) -> Ints:
+        """Drafts verified and drafts accepted, int64 [2, depth]."""
+        noted, self._noted = self._noted, []
+        position = np.arange(self._counts.shape[1])
+        for pair in noted:
+            for row, counts in zip(self._counts, pair, strict=True):
+                row += np.count_nonzero(counts[:, None] > position, axis=0)
+        return self._counts
 
 
 @dataclass(frozen=True)
@@ -25,7 +64,7 @@ class DraftCounts:
     accepted: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, speculation: Speculation | None) -> DraftCounts:
+    def of(cls, speculation: SpeculativeDecoder | None) -> DraftCounts:
         """What an engine has counted; nothing where it does not speculate."""
         if speculation is None:
             return cls()

@@ -123,6 +123,7 @@ class HeadNetwork:
     def __init__(self, head: Head, longest: int) -> None:
         self._head, self.longest, self.size = head, longest, head.shape.hidden_size
 
+    @torch.no_grad()
     def step(self, batch: Any, pools: Sequence[KVPool], hidden: Tensor | None) -> Computed:
         """`Network.step`."""
         assert hidden is not None
@@ -132,7 +133,7 @@ class HeadNetwork:
 
 
 class HeadProposer(ChainProposer):
-    """A proposer that runs a head; see `inference.speculate.choose.HiddenStateProposer`.
+    """A proposer that runs a head; see `inference.proposers.HiddenStateProposer`.
 
     Args:
         head: What it runs.
@@ -156,6 +157,7 @@ class HeadProposer(ChainProposer):
         self.reads = HiddenStates(head.taps, model.config.hidden_size, backend.dtype, self._keep)
         self._told = CachedTokens(cache.blocks, sizes.max_batch_size, sizes.max_model_len)
 
+    @torch.no_grad()
     def _keep(self, hidden: Tensor, slots: Tensor) -> None:
         """`HiddenStates.keep`: the features."""
         where = torch.where(slots < 0, self._spare, slots)

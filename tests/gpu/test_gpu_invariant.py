@@ -12,8 +12,8 @@ import torch
 from formats.errors import EngineError
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.proposers import draft_methods
 from inference.requests.request import SamplingParams
-from inference.speculate.choose import TEXT_PROPOSERS
 from tests.gpu.test_gpu_engine import random_engine
 from tests.inference.speculate.requests import all_tokens, run_all, some_requests
 from tests.kernels.expert_cases import FAMILIES, make_rows, make_weights
@@ -76,7 +76,7 @@ def test_requests_get_alone_what_they_get_in_a_crowd(scheme):
         torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("method", list(TEXT_PROPOSERS))
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_drafts_change_no_bit(method):
     """Requests of every kind; PTQ_SPECULATED_REQUESTS asks for another number of them."""
     sizes = {"invariant": True, "max_model_len": 256, "kv_blocks": 64}
@@ -84,7 +84,7 @@ def test_drafts_change_no_bit(method):
     requests = some_requests(COUNT, seed=2, constrained=find_spec("xgrammar") is not None)
     texts, wanted = all_tokens(engine, requests), run_all(engine, requests)
     assert len(texts) == COUNT
-    engine.speculate_by(TEXT_PROPOSERS[method](), 4)
+    engine.speculate_by(draft_methods()[method].make(None, None), 4)
     for _ in range(2):
         assert run_all(engine, requests) == wanted
     assert engine.speculation is not None

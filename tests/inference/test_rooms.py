@@ -9,7 +9,7 @@ from tests.test_import_order import ROOT, imported_modules
 
 INFERENCE = ROOT / "inference"
 BACKENDS = {"cpu", "gpu", "backend"}
-OF_GPUS = {"parallel/gpu.py", "parallel/gpu_layers.py"}  # ranks' side of them, beside that of CPUs
+OF_GPUS = {"parallel/gpu.py"}  # ranks' side of them, beside that of CPUs
 OF_RANKS = {"parallel/backend.py", "parallel/gpu.py"}  # a backend over a device's own
 
 

@@ -1,7 +1,7 @@
 """DeepSeek-V3, R1 (arXiv 2412.19437): V2 with experts scored by sigmoids and corrected scores.
 
 The layer for predicting further tokens, which its files have after the last block, is read where
-it drafts (`inference.speculate.mtp`); it is not quantized.
+it drafts (`inference.speculate.methods.mtp`); it is not quantized.
 """
 
 from formats.families.attention import LatentAttention

@@ -27,7 +27,7 @@ from inference.scheduling.active import ActiveRequests
 from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.scheduler import Scheduler
-from inference.speculate.speculation import Speculation
+from inference.speculate.decoder import SpeculativeDecoder
 from tests.inference.speculate.requests import Replay
 
 V, END = 40, 0
@@ -192,7 +192,7 @@ def serve(
     config: EngineConfig,
     aborts: float = 0.0,
     shortages: float = 0.0,
-    speculation: Speculation | None = None,
+    speculation: SpeculativeDecoder | None = None,
 ) -> dict:
     """Tokens and reasons of requests that arrive when they like, by number."""
     assert config.max_model_len is not None
@@ -275,7 +275,7 @@ def test_drafts_change_nothing(seed):
     )
     wanted = serve(requests, rng, alone)
     depth = rng.choice([1, 3, 8, None])
-    speculation = Speculation(Knowing(requests, wanted, rng), places, depth)
+    speculation = SpeculativeDecoder(Knowing(requests, wanted, rng), places, depth)
     found = serve(requests, rng, crowded, aborts=0.01, speculation=speculation)
     assert found == {number: wanted[number] for number in found}
     assert speculation.accepted.sum() > 0 or depth is None
@@ -289,7 +289,7 @@ def test_drafts_take_fewer_steps():
     wanted = serve(list(zip(prompts, params, strict=True)), random.Random(0), config)
     active, loop, _ = make_loop(config, random.Random(0))
     texts = [[*prompts[i], *wanted[i][0]] for i in range(2)]
-    loop._scheduler.drafter = Speculation(Replay(texts, 1.0, V), 2, 5)
+    loop._scheduler.drafter = SpeculativeDecoder(Replay(texts, 1.0, V), 2, 5)
     for i in range(2):
         active.add(ActiveRequest(str(i), prompts[i], params[i], Letters(), frozenset(), 99))
     gained = []
@@ -319,7 +319,7 @@ def test_steps_of_drafts_are_planned_while_the_one_before_runs(monkeypatch):
 
     monkeypatch.setattr(runner.GpuRunner, "launch", noted)
     texts = [[*prompts[i], *wanted[i][0]] for i in range(3)]
-    speculation = Speculation(Replay(texts, 0.7, V), 3, 4)
+    speculation = SpeculativeDecoder(Replay(texts, 0.7, V), 3, 4)
     found = serve(requests, random.Random(0), config, speculation=speculation)
     assert found == wanted
     assert planned.count(True) > 0.7 * len(planned) > 30
@@ -330,13 +330,13 @@ def test_warming_up_tells_what_steps_take():
     _, loop, _ = make_loop(
         EngineConfig(max_batch_size=8, max_model_len=99, kv_blocks=9), random.Random(0)
     )
-    speculation = loop._scheduler.drafter = Speculation(Replay([], 1.0, V), 8)
+    speculation = loop._scheduler.drafter = SpeculativeDecoder(Replay([], 1.0, V), 8)
     loop.runner.step_times = lambda: {1: 1e-3, 8: 3e-3}
     loop.warm_up()
     for times in (speculation._plain, speculation._verifying):
         assert times.of(np.array([1, 5])).tolist() == [1e-3, 3e-3]
         assert not times.learned, "no step has run"
-    loop._scheduler.drafter = Speculation(Replay([], 1.0, V), 8, depth=4)
+    loop._scheduler.drafter = SpeculativeDecoder(Replay([], 1.0, V), 8, depth=4)
     loop.runner.step_times = lambda: pytest.fail("a depth that is given needs no times")
     loop.warm_up()
 

@@ -26,13 +26,14 @@ def engine_on(path, ranks):
     from inference.config import EngineConfig
     from inference.engine import Engine
     from inference.parallel.backend import FirstBackend
+    from tests.inference.parallel.host_ranks import host_side
 
     checkpoint = Checkpoint.open(path)
     config = EngineConfig(tensor_parallel=ranks, max_model_len=192, max_batch_size=4)
     backend = triton_backend(0)
     if ranks > 1:
         opened = partial(Checkpoint.open, path)
-        backend = FirstBackend(backend, opened, config, triton_backend)
+        backend = FirstBackend(backend, opened, config, triton_backend, side=host_side)
     return Engine(checkpoint, AutoTokenizer.from_pretrained(path), config, backend)
 
 

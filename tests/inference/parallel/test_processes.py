@@ -36,7 +36,7 @@ from inference.parallel.group import Progress
 from inference.parallel.messages import RankSpec
 from inference.parallel.ranks import Ranks
 
-spec = RankSpec(1, 2, dict, EngineConfig(), dict, {meeting!r}, 1)
+spec = RankSpec(1, 2, dict, EngineConfig(), dict, {meeting!r}, 1, dict)
 ranks = Ranks([spec], Progress())
 while ranks._others[0].beat.doing != "meeting the other ranks":
     time.sleep(0.1)

@@ -49,7 +49,7 @@ class Held:
 @pytest.fixture
 def ranks():
     progress = Progress()
-    made = Ranks([RankSpec(1, 2, dict, EngineConfig(), dict, "", 1)], progress, Answering)
+    made = Ranks([RankSpec(1, 2, dict, EngineConfig(), dict, "", 1, dict)], progress, Answering)
     made.progress = progress
     yield made
     made.close()

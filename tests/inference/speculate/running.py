@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from inference.proposers import Proposer
 from inference.scheduling.batch import RunningBatch
 from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.sequence import Terms
-from inference.speculate.choose import Proposer
 
 UNSEEN = 999  # is behind what is known, and no token of a test's
 

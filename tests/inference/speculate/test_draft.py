@@ -16,8 +16,8 @@ from inference.requests.request import SamplingParams
 from inference.scheduling.batch import RunningBatch
 from inference.scheduling.sequence import Sequence
 from inference.speculate.cached_tokens import CachedTokens
-from inference.speculate.chain import Target
-from inference.speculate.draft import DraftModel
+from inference.speculate.chain import ChainProposer, Target
+from inference.speculate.methods.draft import draft_proposer
 from tests.inference.speculate.requests import (
     request_count,
     run_all,
@@ -33,7 +33,7 @@ def engine(folder, draft=None, depth=4, **config) -> Engine:
     return Engine.from_pretrained(folder, config=EngineConfig(speculate=speculate, **config))
 
 
-def proposer_of(runner: Engine) -> DraftModel:
+def proposer_of(runner: Engine) -> ChainProposer:
     assert runner.speculation is not None
     return runner.speculation._proposer  # pyright: ignore[reportReturnType]
 
@@ -105,7 +105,7 @@ def test_another_model_changes_nothing(make_model, tiny_llama):
     target = Target(
         runner.tokenizer, 384, runner.config, runner.backend, runner.model, runner.checkpoint
     )
-    runner.speculate_by(DraftModel(str(make_model("qwen3", layers=1, seed=3)), target), depth=3)
+    runner.speculate_by(draft_proposer(str(make_model("qwen3", layers=1, seed=3)), target), depth=3)
     assert run_all(runner, requests) == wanted
     assert acceptance(runner) < 1
 

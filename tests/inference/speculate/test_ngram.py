@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from inference.speculate.ngram import NGramProposer, Text
+from inference.speculate.methods.ngram import NGramProposer, Text
 from tests.inference.speculate.running import Running, steps
 
 

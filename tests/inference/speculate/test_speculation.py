@@ -14,8 +14,8 @@ from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.scheduling.work import Work
+from inference.speculate.decoder import MOST_DEPTH, SpeculativeDecoder
 from inference.speculate.estimates import StepTime
-from inference.speculate.speculation import MOST_DEPTH, Speculation
 from tests.inference.speculate.requests import Replay, all_tokens, run_all, some_requests
 
 COUNT = int(os.environ.get("PTQ_SPECULATED_REQUESTS", "40"))
@@ -140,7 +140,7 @@ def pretend(
     runner: Engine,
     step: Callable[[int], float] = lambda rows: 1e-3 + 2e-5 * rows,
     drafting: Callable[[int], float] = lambda longest: 1e-6,
-) -> Speculation:
+) -> SpeculativeDecoder:
     """Have steps of so many rows, and chains of so many drafts, take other times than they do."""
     found = runner.speculation
     assert found is not None

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from inference.speculate.suffix import LENGTHS, MOST_PLACES, Served, SuffixProposer
+from inference.speculate.methods.suffix import LENGTHS, MOST_PLACES, Served, SuffixProposer
 from tests.inference.speculate.running import Running, steps
 
 

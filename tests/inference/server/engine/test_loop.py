@@ -16,7 +16,7 @@ from inference.server.engine import loop as loops
 from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.engine.loop import MOST_FAILURES, EngineLoop
 from inference.server.messages import Abort, EngineInfo, Failed, Ready, Refused, Submit
-from inference.speculate.ngram import NGramProposer
+from inference.speculate.methods.ngram import NGramProposer
 
 INFO = EngineInfo(max_model_len=64, max_positions=64, vocab_size=99, max_batch_size=4)
 Action = Callable[[list[str]], StepResult]

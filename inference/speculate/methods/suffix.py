@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from inference.proposers import DraftMethod
 from inference.scheduling.batch import Ints, RunningBatch
-from inference.speculate.ngram import BREAK, FORGET, LEAST_CHANCE, MULTIPLIER, NGramProposer
+from inference.speculate.methods.ngram import BREAK, FORGET, LEAST_CHANCE, MULTIPLIER, NGramProposer
 
 LENGTHS: tuple[int, ...] = (16, 8, 4, 2)  # of n-grams that are looked for; the longest is taken
 MOST_PLACES = 32  # newest occurrences that are counted
@@ -203,3 +204,6 @@ def _most_frequent(texts: list[list[int]]) -> tuple[list[int], list[float]]:
         tokens.append(token)
         shares.append(count / len(column))
     return tokens, shares
+
+
+METHOD = DraftMethod("suffix", lambda path, target: SuffixProposer())

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from inference.proposers import DraftMethod
 from inference.scheduling.batch import Ints, RunningBatch
 
 BREAK = -1  # is no token; stands behind a reference
@@ -251,3 +252,6 @@ def _common(one: list[int], other: list[int]) -> int:
         if left != right:
             return count
     return min(len(one), len(other))
+
+
+METHOD = DraftMethod("ngram", lambda path, target: NGramProposer())

@@ -13,19 +13,32 @@ they are the model's.
 
 from __future__ import annotations
 
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
-from formats.residual_rotation import rotation_seeds
-from inference.models.decoder import Decoder
-from inference.models.parts import PartLoader
-from inference.speculate.chain import NetworkBackend, Target
-from inference.speculate.head import HeadProposer, declared, longest_of, require_room
-from kernels.attention_inputs import KVPool
+from formats.namespace import later
+from inference.proposers import DraftMethod
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from formats import residual_rotation
+    from formats.checkpoint import read
+    from formats.checkpoint.read import Checkpoint
+    from inference.models import parts as loading
+    from inference.models.decoder import Decoder
+    from inference.speculate import head as heads
+    from inference.speculate.chain import NetworkBackend, Target
+    from inference.speculate.head import HeadProposer
+    from kernels.attention_inputs import KVPool
+else:
+    torch = later("torch")
+    residual_rotation = later("formats.residual_rotation")
+    read = later("formats.checkpoint.read")
+    loading = later("inference.models.parts")
+    heads = later("inference.speculate.head")
 
 
 class PredictingLayer:
@@ -54,7 +67,7 @@ class PredictingLayer:
     ) -> None:
         self.shape, self.taps = target.config, (target.config.layers,)
         self._target, self._backend, name = target, backend, layer_name(target)
-        parts = PartLoader(checkpoint, self.shape, backend)
+        parts = loading.PartLoader(checkpoint, self.shape, backend)
         turn = self.shape.rotary[-1].table(longest, self.shape.head_dim, backend.device)
         self._layer = parts.layer(name, *turn)
         self._joined = parts.linear(f"{name}.eh_proj")
@@ -68,12 +81,10 @@ class PredictingLayer:
         own = parts.finite(table) if table in checkpoint else None
         self._embedding = None if own is None else own.to(backend.device, backend.dtype)
 
-    @torch.no_grad()
     def features(self, hidden: Tensor) -> Tensor:
         """[T, 1, H] to [T, H]: the model's output behind its last norm."""
         return self._backend.rms_norm(hidden[:, 0].contiguous(), self._target.norm, self.shape.eps)
 
-    @torch.no_grad()
     def run(self, batch: Any, features: Tensor, pool: KVPool) -> Tensor:
         """y [T, H]; K and V of the tokens go into the cache."""
         ids, table, norm, eps = batch.ids, self._embedding, self._backend.rms_norm, self.shape.eps
@@ -85,7 +96,6 @@ class PredictingLayer:
         window = self.shape.windows[-1]
         return self._backend.run_block(self.shape, self._layer, read, x, batch, pool, window)
 
-    @torch.no_grad()
     def logits(self, y: Tensor) -> Tensor:
         """fp32 [T, vocabulary] of [T, H]."""
         return self._head(self._backend.rms_norm(y, self._norm, self.shape.eps)).float()
@@ -109,8 +119,8 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
         EngineError: there is none, it is another model's, the model is rotated and the layer is
             not, transformers' code runs the model, or memory is too small.
     """
-    model, backend = declared(target)
-    checkpoint = Checkpoint.open(name or target.checkpoint.path, predicting=True)
+    model, backend = heads.declared(target)
+    checkpoint = read.Checkpoint.open(name or target.checkpoint.path, predicting=True)
     layer = layer_name(model)
     if model.config.family.predicting is None or f"{layer}.eh_proj.weight" not in checkpoint:
         raise EngineError(
@@ -119,7 +129,8 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
             "quantized checkpoint without it, give mtp=PATH with the folder of the original, or "
             "take ngram, suffix, draft=PATH or eagle=PATH"
         )
-    if rotation_seeds(target.checkpoint.config) != rotation_seeds(checkpoint.config):
+    seeds_of = residual_rotation.rotation_seeds
+    if seeds_of(target.checkpoint.config) != seeds_of(checkpoint.config):
         raise EngineError(
             f"speculate: the residual stream of {target.checkpoint.path} is rotated, and the layer "
             f"for further tokens in {checkpoint.path} knows it as it was. Take ngram, suffix, "
@@ -133,11 +144,15 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
             f"[{hidden}, {2 * hidden}]. It is another model's, or damaged"
         )
     own = [n for n in checkpoint.names() if n.startswith(f"{layer}.")]
-    require_room("its layer for further tokens", _bytes(checkpoint, own), target, model.config)
-    longest = longest_of(target, model.config)
-    return HeadProposer(PredictingLayer(checkpoint, model, backend, longest), target)
+    heads.require_room(
+        "its layer for further tokens", _bytes(checkpoint, own), target, model.config
+    )
+    longest = heads.longest_of(target, model.config)
+    return heads.HeadProposer(PredictingLayer(checkpoint, model, backend, longest), target)
 
 
 def _bytes(checkpoint: Checkpoint, names: list[str]) -> int:
-    sizes = (torch.Size(checkpoint.shape(n)).numel() * checkpoint.dtype(n).itemsize for n in names)
-    return sum(sizes)
+    return sum(prod(checkpoint.shape(n)) * checkpoint.dtype(n).itemsize for n in names)
+
+
+METHOD = DraftMethod("mtp", mtp_proposer, takes_path=True, network=True)

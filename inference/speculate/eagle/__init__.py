@@ -1,1 +1,0 @@
-"""Drafts of a head that reads what the model has computed (EAGLE-3)."""

@@ -1,0 +1,1 @@
+"""One file a proposer, which registers itself: its `METHOD` (`inference.proposers`)."""
