@@ -73,7 +73,7 @@ def test_an_interrupted_sweep_goes_on_and_leaves_nothing_running(tmp_path):
     assert next(running)[0].recipe == "first"
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        interrupt_soon(running)
+        interrupt_once_started(running, tmp_path, 2)
     assert time.monotonic() - begun < 20
     assert not [p for p in psutil.Process().children() if "standing_in" in str(p.cmdline())]
     assert [one.recipe for one in left_to_run(tasks)] == ["second"]
@@ -82,10 +82,16 @@ def test_an_interrupted_sweep_goes_on_and_leaves_nothing_running(tmp_path):
     assert [line.split()[0] for line in started(tmp_path)] == ["first", "second", "second"]
 
 
-def interrupt_soon(running) -> None:
-    """Wait for the next task, and be interrupted in the meantime."""
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
+def interrupt_once_started(running, folder, count: int) -> None:
+    """Wait for the next task, and be interrupted when so many have started."""
+
+    def interrupt(*_) -> None:
+        if len(started(folder)) >= count:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.1)
     next(running)
 
 
