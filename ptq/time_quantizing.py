@@ -55,7 +55,7 @@ class Timed(NamedTuple):
     """One run.
 
     Attributes:
-        lines: What is told of it.
+        lines: Its report, line by line.
         seconds: Of the whole shape.
         block: Of one block in the middle.
         digest: SHA-256 of the checkpoint's files.
@@ -116,7 +116,7 @@ class BlockWatch(Stopwatch):
     """Counts seconds by phase of each block, too: one begins where it is loaded.
 
     Attributes:
-        blocks: Seconds by phase; of the first what came before it, of the last what came after.
+        blocks: Seconds by phase; the first includes what precedes it, the last what follows.
     """
 
     def __init__(self) -> None:
@@ -141,15 +141,15 @@ def lines(result: QuantizationResult, watch: BlockWatch, blocks: int, whole: flo
     middle = watch.blocks[2:-1] or watch.blocks
     gpus = range(torch.cuda.device_count())
     peak = max(map(torch.cuda.max_memory_allocated, gpus), default=0)
-    told = [f"{'':>12} {'run':>8} {'a block':>8}"]
+    report = [f"{'':>12} {'run':>8} {'a block':>8}"]
     for name, seconds in phases:
         of_block = median([phases.get(name, 0.0) for phases in middle])
         of_block = (
             median(sum(phases.values()) for phases in middle) if name == "total" else of_block
         )
-        told.append(f"{name:>12} {seconds:8.2f} {of_block:8.3f} s")
+        report.append(f"{name:>12} {seconds:8.2f} {of_block:8.3f} s")
     memory = f"{result.peak_rss_bytes / 2**30:.1f} GiB of the host, {peak / 2**30:.1f} of the GPU"
-    return [*told, f"{blocks} blocks: {whole:.1f} s; {memory}"]
+    return [*report, f"{blocks} blocks: {whole:.1f} s; {memory}"]
 
 
 def random_tokens(samples: int, length: int, vocabulary: int) -> TokenSet:

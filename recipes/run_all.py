@@ -155,9 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         table = comparison.markdown(comparison.table(reports))
         tables.append(f"{name}\n\n{table}" if several else table)
         if arguments.record:
-            told = {"model": name, "text": arguments.text, "original_bits": bits[name]}
+            shared = {"model": name, "text": arguments.text, "original_bits": bits[name]}
             runs = {n: r for n, r in reports.items() if isinstance(r, ReportData)}
-            results.record(results.row_of(n, report, **told) for n, report in runs.items())
+            results.record(results.row_of(n, report, **shared) for n, report in runs.items())
     print("\n".join(tables), end="")
     if tables and arguments.markdown is not None:
         replace_file(arguments.markdown, "\n".join(tables).encode())

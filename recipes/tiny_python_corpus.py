@@ -76,7 +76,7 @@ class Share:
 
 @dataclass
 class Corpus:
-    """Texts of the files, and which distributions they came from."""
+    """Texts of the files, and their distributions."""
 
     train: list[str] = field(default_factory=list)
     held_out: list[str] = field(default_factory=list)

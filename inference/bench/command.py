@@ -154,7 +154,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_task(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """A task is told of one checkpoint, with drafts and without."""
+    """A task measures one checkpoint, with drafts and without."""
     if arguments.checkpoint is None:
         own.error("--task needs a checkpoint: random weights have no text")
     if arguments.speculate is None:

@@ -117,7 +117,7 @@ def end_with_parent() -> None:
 
 def _serve(pipe: Connection, source: EngineSource) -> None:
     """Answer loads until the parent ends this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
     end_with_parent()
     try:
         engine = source.load()

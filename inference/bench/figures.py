@@ -96,7 +96,7 @@ class Ratio(Strict):
 
     Attributes:
         batch: Requests.
-        model: The one whose speed is told.
+        model: The one whose speed is given.
         reference: The one whose speed is 1.
         prefill: Of the times until each request has its first token.
         decode: Of the tokens per second from then on.
@@ -300,7 +300,7 @@ def measure_in_turns(
 def run_in_turns(
     runners: Sequence[Runner], load: Load, warmup: int = 1, repeats: int = 3
 ) -> list[list[Run]]:
-    """The runs behind `measure_in_turns`: of each model those that count, in order."""
+    """The runs that `measure_in_turns` summarizes: of each model those that count, in order."""
     if warmup < 0 or repeats < 1:
         raise RequestError(
             f"repeats: found {repeats} after {warmup} warm-up runs; at least one run must count",

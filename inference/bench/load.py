@@ -18,7 +18,7 @@ from pydantic import Field
 
 from formats.errors import EngineError, RequestError
 from formats.scheme import Strict
-from inference.bench.tasks.task import Task, forced
+from inference.bench.tasks import Task, forced
 from inference.engine import Engine
 from inference.requests.request import RequestOutput, SamplingParams
 from inference.scheduling.blocks import blocks_for
@@ -61,7 +61,7 @@ class Run:
         prefill_s: From the first request's arrival until every request has its first token; of
             the requests of a task the sum over those that ran at once, as of `decode_s`.
         decode_s: From then until the end.
-        decode_tokens: Tokens that came in `decode_s`.
+        decode_tokens: Tokens generated in `decode_s`.
         first_token_s: From arrival to first token, of each request.
         per_token_s: Between two tokens of a request, of all requests.
         peak_memory_bytes: Most memory so far, loading included: resident of the process, or

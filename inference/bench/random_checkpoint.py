@@ -20,8 +20,7 @@ from formats.errors import RequestError
 from formats.families.names import is_projection
 from formats.scale_table import Role, ScaleEntry, ScaleTable
 from formats.stored.weights import scale_in_table
-from inference.bench.random_model import RandomCheckpoint
-from inference.bench.random_weights import ABSMAX, ROLES, words_of
+from inference.bench.random_model import ABSMAX, ROLES, RandomCheckpoint, words_of
 from inference.bench.shapes import read_scheme, read_shape
 
 VERSION = 1  # of the numbers; raise it when they change, as a folder that is there is taken

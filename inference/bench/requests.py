@@ -31,11 +31,11 @@ from inference.bench.figures import (
 )
 from inference.bench.load import Load
 from inference.bench.oracle import TOKEN, chance_of
+from inference.bench.peers.process import RuntimeProcess
 from inference.bench.peers.runtimes import read_choices
-from inference.bench.peers.speed import RuntimeProcess
 from inference.bench.random_checkpoint import random_checkpoint
 from inference.bench.shapes import read_shape
-from inference.bench.tasks.task import make_task
+from inference.bench.tasks import make_task
 from inference.config import EngineConfig, SpeculateConfig
 from inference.scheduling.blocks import blocks_for
 
@@ -101,7 +101,7 @@ def _load(arguments: argparse.Namespace) -> Load:
 def _start_models(
     stack: ExitStack, arguments: argparse.Namespace, load: Load
 ) -> list[MeasuredModel]:
-    """Start what the command line asks for, the checkpoint last; faults are told before that.
+    """Start what the command line asks for, the checkpoint last; faults are reported before that.
 
     `load` tells how long requests are.
 
@@ -144,7 +144,7 @@ def _faked(arguments: argparse.Namespace) -> tuple[float, int | None] | None:
     """Tokens a step that drafts are faked to give, and how many (None: auto); None without.
 
     Raises:
-        RequestError: it is not told how many, or they cannot give so many tokens.
+        RequestError: their number is not given, or they cannot give so many tokens.
     """
     if arguments.acceptance is None:
         return None

@@ -17,8 +17,7 @@ from functools import partial
 import torch
 
 from inference.backend import choose_backend
-from inference.bench.random_model import RandomCheckpoint, random_tokenizer
-from inference.bench.random_weights import HEAD_PRESET
+from inference.bench.random_model import HEAD_PRESET, RandomCheckpoint, random_tokenizer
 from inference.bench.shapes import read_shape
 from inference.bench.steps_table import PROMPT, PROMPTS, SHORT, Figures, Step
 from inference.config import EngineConfig

@@ -232,8 +232,8 @@ def measure(arguments: argparse.Namespace) -> int:
     print(*lines(ranks, rate, rows, shared), sep="\n")
     print(f"- {time.monotonic() - start:.0f} s")
     if arguments.json is not None:
-        told = {"ranks": ranks, "shared_gpu": shared, "rate": rate, "rows": list(map(asdict, rows))}
-        arguments.json.write_text(json.dumps(told, indent=2), encoding="utf-8")
+        data = {"ranks": ranks, "shared_gpu": shared, "rate": rate, "rows": list(map(asdict, rows))}
+        arguments.json.write_text(json.dumps(data, indent=2), encoding="utf-8")
     return 0
 
 

@@ -194,8 +194,8 @@ def describe(limits: Limits) -> str:
 
 def notes(limits: Limits, rows: Sequence[Row], missing: Sequence[str]) -> list[str]:
     """What stands below a table: why peers are missing, and where published times come from."""
-    told = [source(limits.device)] if any(row.published for row in rows) else []
-    return [*missing, *(f"published: {text}" for text in told)]
+    sources = [source(limits.device)] if any(row.published for row in rows) else []
+    return [*missing, *(f"published: {text}" for text in sources)]
 
 
 def markdown(device: str, limits: Limits, rows: Sequence[Row], missing: Sequence[str]) -> str:

@@ -166,9 +166,9 @@ def measure_limits(seconds: float = 0.2) -> Limits:
             done = loaded.ptq_multiply_add(FORMATS[unit], rounds, threads)
             spent = time.perf_counter() - start
         rates[unit] = done / spent / 1e6
-    told = ", ".join(f"{unit} {rate / 1e3:.0f}" for unit, rate in rates.items())
+    text = ", ".join(f"{unit} {rate / 1e3:.0f}" for unit, rate in rates.items())
     note = (
         f"{threads} threads: reads {bandwidth / 1e3:.1f} GB/s; multiplies and adds in registers, "
-        f"GOPS: {told}"
+        f"GOPS: {text}"
     )
     return Limits(str(native.isa()), bandwidth, rates, note)

@@ -61,7 +61,7 @@ class Bench:
     Attributes:
         limits: The device's.
         peers: What else is measured, or None.
-        wrong: Cases whose results were wrong, as told.
+        wrong: Cases whose results were wrong, as messages.
     """
 
     limits: Limits
@@ -158,7 +158,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> int:
             print(line(kind, cells(kind, row)), flush=True)
             rows.append(row)
     finally:  # what was measured stays if the rest fails
-        missing, reasons = ([], {}) if peers is None else (peers.told(), peers.reasons)
+        missing, reasons = ([], {}) if peers is None else (peers.messages(), peers.reasons)
         below = notes(bench.limits, rows, missing)
         if arguments.json is not None:
             arguments.json.write_text(to_json(bench.limits, rows, reasons), encoding="utf-8")

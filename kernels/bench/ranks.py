@@ -108,7 +108,7 @@ def _run(
         )  # fmt: skip
         at = partial(_at, answers, rank)
         answers.put((rank, "found", work(rank, device, at, *arguments)))
-    except Exception:  # whoever started the ranks is told
+    except Exception:  # whoever started the ranks raises it
         answers.put((rank, "failed", traceback.format_exc()))
     answers.close()
     answers.join_thread()

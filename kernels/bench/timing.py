@@ -94,7 +94,7 @@ def replays(call: Call, copies: int) -> Callable[[], float]:
     for _ in range(2):
         graph.replay()
         torch.cuda.synchronize()
-        time.sleep(0.05)  # timings straight after fp64 work came out up to a fifth too long
+        time.sleep(0.05)  # timings straight after fp64 work are up to a fifth too long
     for _ in range(10):
         graph.replay()
 

@@ -29,7 +29,7 @@ from kernels.triton.tuning import (
     multiprocessors,
 )
 
-if TYPE_CHECKING:  # the rest needs Triton, and its absence is told
+if TYPE_CHECKING:  # the rest needs Triton, and its absence is reported
     from kernels.bench.case import BenchCase
 
 log = logging.getLogger("ptq.kernels")

@@ -22,7 +22,7 @@ from formats.lock import output_locked
 from formats.namespace import later
 from ptq.commands.next_steps import add_quiet
 from ptq.output import duration_text, typed_path
-from ptq.sweep.local_pool import LocalPool, RayPool
+from ptq.sweep.pools import LocalPool, RayPool
 from ptq.sweep.spec import read_spec
 from ptq.sweep.tasks import Outcome, Task, left_to_run, plan_tasks
 

@@ -140,8 +140,8 @@ def read_spec(path: Path) -> SweepSpec:
     try:
         spec = SweepSpec.model_validate_json(json.dumps(data))
     except ValidationError as error:
-        told = {problem.key for problem in problems}
-        found = [(key, text) for key, text in describe(error, SweepSpec, data) if key not in told]
+        named = {problem.key for problem in problems}
+        found = [(key, text) for key, text in describe(error, SweepSpec, data) if key not in named]
         problems += [Problem(where(key), key, text) for key, text in found]
     if problems or spec is None:
         raise recipe_error(problems, "sweep")

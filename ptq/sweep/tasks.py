@@ -93,7 +93,7 @@ class Task:
 
     @property
     def has_report(self) -> bool:
-        """Whether its run came to its end."""
+        """Whether its run ended whole."""
         return (self.output / REPORT).is_file()
 
     def write(self, outcome: Outcome) -> None:
@@ -146,8 +146,8 @@ def plan_tasks(spec: SweepSpec, folder: Path) -> list[Task]:
             try:
                 tasks.append(_task(spec, model, entry, folder, output))
             except RecipeError as error:
-                told = str(error).replace("\n", "\n  ")
-                faults.append(f"{model.label}/{entry.label}: {told}")
+                indented = str(error).replace("\n", "\n  ")
+                faults.append(f"{model.label}/{entry.label}: {indented}")
     if faults:
         count = f"{len(faults)} of {len(spec.models) * len(spec.recipes)} tasks cannot run"
         raise RecipeError("\n".join([count, *faults]))

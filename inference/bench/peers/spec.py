@@ -38,7 +38,7 @@ class PeerSpec:
     """A package that is measured beside ours.
 
     Attributes:
-        package: The distribution whose version is told.
+        package: The distribution whose version is reported.
         needs: Further distributions that its interpreter must have.
         adapter: File that runs it.
     """

@@ -126,7 +126,7 @@ class Peers:
                 found[peer.name] = made
         return found
 
-    def told(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Why peers are missing, a line for each reason."""
         return [f"{peer}: {reason} ({n} rows)" for (peer, reason), n in self.reasons.items()]
 

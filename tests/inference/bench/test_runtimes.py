@@ -17,8 +17,8 @@ from formats.scheme import PRESETS, LayerScheme
 from inference.bench import command as bench
 from inference.bench.figures import compare_turns
 from inference.bench.load import Load, Run
+from inference.bench.peers.process import RuntimeProcess
 from inference.bench.peers.runtimes import RUNTIMES, Runtime, RuntimeChoice, read_choices
-from inference.bench.peers.speed import RuntimeProcess
 from inference.bench.shapes import SHAPES
 
 LOAD = Load(batch=2, prompt_tokens=5, new_tokens=3)

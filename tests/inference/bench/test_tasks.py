@@ -14,11 +14,11 @@ from formats.errors import EngineError, RequestError
 from formats.tokenizer import load_tokenizer
 from inference.bench import command as bench
 from inference.bench.load import Load, ask_task, run_once
-from inference.bench.tasks.task import (
+from inference.bench.tasks import (
     MODULES,
+    NOTES,
     REQUESTS,
     SIZES,
-    TOLD,
     Task,
     forced,
     library_functions,
@@ -211,7 +211,7 @@ def test_what_a_task_cannot_tell_is_refused(tiny_llama, capsys, words, told):
 
 
 def test_all_tasks_can_be_asked_for():
-    assert (*TOLD,) == bench.TASKS
+    assert (*NOTES,) == bench.TASKS
 
 
 def test_a_task_needs_text(capsys):

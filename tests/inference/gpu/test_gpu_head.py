@@ -44,7 +44,7 @@ def test_layers_are_filled_up_to_whole_tiles():
 @interpreted
 def fill_up():
     from formats.scheme import PRESETS
-    from inference.bench.random_weights import round_to_nearest
+    from inference.bench.random_model import round_to_nearest
     from inference.gpu.layers import pack_linear
     from inference.models.read import StoredLinear
     from kernels.numerics import dequantize

@@ -109,7 +109,7 @@ def made(
 ):
     """A packed layer, or a stack of some, and what it stands for."""
     from formats.scheme import PRESETS
-    from inference.bench.random_weights import round_to_nearest
+    from inference.bench.random_model import round_to_nearest
     from inference.gpu.layers import pack_linear
     from inference.models.read import StoredLinear
     from kernels.numerics import dequantize

@@ -129,7 +129,7 @@ def test_peers_are_made_and_reasons_are_counted():
     assert found.of(layer("w8a8", 3)) == {}
     found.of(layer("w4a8", 3))
     assert found.reasons[("_int_mm", "it takes more than 16 rows")] == 2
-    assert "_int_mm: it takes more than 16 rows (2 rows)" in found.told()
+    assert "_int_mm: it takes more than 16 rows (2 rows)" in found.messages()
 
 
 def test_a_peer_that_is_wrong_or_refused_is_not_timed(monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ptq.sweep import running
+from ptq.sweep import pools
 from ptq.sweep.spec import Resources
 from ptq.sweep.tasks import Task
 
@@ -24,4 +24,4 @@ def task(folder: Path, name: str, *settings: str, **resources: int) -> Task:
 @pytest.fixture
 def stand_in(monkeypatch):
     """Have tasks of this process run the stand-in."""
-    monkeypatch.setattr(running, "PTQ", STAND_IN)
+    monkeypatch.setattr(pools, "PTQ", STAND_IN)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from formats.errors import RequestError
-from ptq.sweep.local_pool import LocalPool
+from ptq.sweep.pools import LocalPool
 from ptq.sweep.tasks import left_to_run
 from tests.ptq.sweep.sweeping import STAND_IN, stand_in, task  # noqa: F401 (a fixture)
 
@@ -73,7 +73,7 @@ def test_an_interrupted_sweep_goes_on_and_leaves_nothing_running(tmp_path):
     assert next(running)[0].recipe == "first"
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        interrupt_soon(running)
+        interrupt_once_started(running, tmp_path, 2)
     assert time.monotonic() - begun < 20
     assert not [p for p in psutil.Process().children() if "standing_in" in str(p.cmdline())]
     assert [one.recipe for one in left_to_run(tasks)] == ["second"]
@@ -82,10 +82,16 @@ def test_an_interrupted_sweep_goes_on_and_leaves_nothing_running(tmp_path):
     assert [line.split()[0] for line in started(tmp_path)] == ["first", "second", "second"]
 
 
-def interrupt_soon(running) -> None:
-    """Wait for the next task, and be interrupted in the meantime."""
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
+def interrupt_once_started(running, folder, count: int) -> None:
+    """Wait for the next task, and be interrupted when so many have started."""
+
+    def interrupt(*_) -> None:
+        if len(started(folder)) >= count:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.1)
     next(running)
 
 
@@ -114,14 +120,14 @@ def test_a_task_ends_with_the_process_that_watches_it(tmp_path):
     """The real child, whose watcher is killed: it must not go on working in its folder."""
     script = (
         "import os, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-m', 'ptq.sweep.local_pool', str(os.getpid()), "
+        "child = subprocess.Popen([sys.executable, '-m', 'ptq.sweep.pools', str(os.getpid()), "
         "'completion', '--help'])\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert b"usage" not in done.stdout  # it ended before it had loaded the command
-    words = [sys.executable, "-m", "ptq.sweep.local_pool", str(os.getpid()), "completion", "--help"]
+    words = [sys.executable, "-m", "ptq.sweep.pools", str(os.getpid()), "completion", "--help"]
     told = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (told.returncode, told.stdout[:22]) == (0, "usage: ptq completion ")
     assert STAND_IN

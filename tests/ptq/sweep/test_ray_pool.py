@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import RequestError
-from ptq.sweep.local_pool import RayPool
+from ptq.sweep.pools import RayPool
 from ptq.sweep.tasks import Outcome, Task
 from tests.ptq.sweep.sweeping import task
 

@@ -3,17 +3,12 @@
     editing    the prompt is a function, and asks for it with a variable renamed; the output is that
     repeated   the prompt is the first half of a function; the same requests come in every run
 
-What the editing task's outputs are is forced (`inference.bench.tasks.task`): most models that one
-would measure here are too small to make the edit. Nothing else knows of it: prompts are computed,
-drafts are made and verified, and each token is computed as for a model that makes it. Outputs of
-the repeated task are the model's own.
-
-Outputs that are said beforehand: the logit of each one's next token is made the largest.
-
-It costs some microseconds a step, which a run with drafts pays as one without does, and less than
-one for each row of logits, those of wrong drafts too.
-
-Functions of Python's standard library, and the same with a variable renamed.
+The outputs of the editing task are forced: most models that one would measure here are too small to
+make the edit. The logit of each request's next token of the output is made the largest, and nothing
+else knows of it: prompts are computed, drafts are made and verified, and each token is computed as
+for a model that makes it. It costs some microseconds a step, which a run with drafts pays as one
+without does, and less than one for each row of logits, those of wrong drafts too. Outputs of the
+repeated task are the model's own.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ Row = tuple[Tokens, Tokens]  # a prompt, and what follows it in the text
 Encode = Callable[[str], Tokens]
 REQUESTS = 16
 SIZES = range(64, 201)  # tokens of a function, so that it and its edit fit 512
-TOLD: dict[TaskName, str] = {
+NOTES: dict[TaskName, str] = {
     "editing": "functions of Python's standard library, each to be written again with a variable "
     "renamed. Outputs are forced, with drafts and without: whatever the model says, the logit of "
     "the edited text's next token is made the largest before tokens are chosen",
@@ -73,7 +68,7 @@ class Task(Strict):
     @property
     def note(self) -> str:
         """What it is, and how its outputs come about."""
-        return f"{self.name}: {len(self.prompts)} {TOLD[self.name]}"
+        return f"{self.name}: {len(self.prompts)} {NOTES[self.name]}"
 
 
 def make_task(name: TaskName, checkpoint: Path, new_tokens: int) -> Task:

@@ -1,11 +1,8 @@
-"""Tasks on this machine: as many processes at once as its cores and GPUs carry.
+"""Where tasks run: on this machine, or on the nodes of a Ray cluster, and again where one is lost.
 
-`python -m ptq.sweep.local_pool PARENT ARGUMENT...`: `ptq` as a task of a sweep.
-
-It ends with the process PARENT, so that a sweep or a node that is killed leaves nothing that works
-in an output folder.
-
-Tasks on a Ray cluster: on whichever nodes have room, and again elsewhere where a node is lost.
+A task is `ptq run` in a process of its own: `python -m ptq.sweep.pools PARENT ARGUMENT...`. It ends
+with the process PARENT, so that a sweep or a node that is killed leaves nothing that works in an
+output folder.
 
 All nodes need the same environment with ptq, and see the output, models and data at the same paths.
 """
@@ -13,20 +10,23 @@ All nodes need the same environment with ptq, and see the output, models and dat
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import EngineError, RequestError
 from formats.files import end_with
-from formats.namespace import later
-from ptq.sweep.running import Running
-from ptq.sweep.tasks import Outcome, Task
+from formats.namespace import ROOT, later
+from ptq.output import is_taken
+from ptq.sweep.tasks import Outcome, State, Task
 
 if TYPE_CHECKING:
     import ray
@@ -35,14 +35,106 @@ else:
     ray = later("ray")
     exceptions = later("ray.exceptions")
 
-
-if __name__ == "__main__":
-    end_with(int(sys.argv[1]))
-    sys.argv[:2] = ["ptq"]
-    runpy.run_module("ptq", run_name="__main__")
-
-
+PTQ = [sys.executable, "-m", "ptq.sweep.pools"]
+HIDDEN = "-1"  # CUDA_VISIBLE_DEVICES where a task has no GPU
+ENDING = 20.0  # seconds in which a run has to end after it is asked to stop
 PAUSE = 0.1  # seconds between two looks at the processes
+PATIENCE = 10.0  # seconds in which a cluster has to answer
+RETRIES = 5  # times that a task is started again because its node or worker was lost
+
+
+class Running:
+    """A task's process; it works as soon as this is made.
+
+    Args:
+        task: What it runs; one that was stopped goes on.
+        gpus: Numbers of its GPUs; None leaves those that this process sees.
+        where: The node, for the record; default: this host.
+
+    Attributes:
+        task: As given.
+        gpus: As given.
+    """
+
+    def __init__(
+        self, task: Task, gpus: Sequence[str] | None = None, where: str | None = None
+    ) -> None:
+        self.task, self.gpus = task, gpus
+        self._where, self._start = where or socket.gethostname(), time.monotonic()
+        task.log.parent.mkdir(parents=True, exist_ok=True)
+        task.write(self._outcome("started"))
+        words = [*task.words, "--quiet", *(["--force"] if is_taken(task.output) else [])]
+        with task.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*PTQ, str(os.getpid()), "run", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(task, gpus),
+            )
+
+    def poll(self) -> Outcome | None:
+        """How it ended, which is noted beside its folder; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        error = None if code in (0, 1) and self.task.has_report else _why(self.task.log, code)
+        state = "failed" if error is not None else ("missed" if code else "passed")
+        outcome = self._outcome(state, error)
+        self.task.write(outcome)
+        return outcome
+
+    def wait(self) -> Outcome:
+        """Wait for its end."""
+        self._process.wait()
+        outcome = self.poll()
+        assert outcome is not None
+        return outcome
+
+    def _outcome(self, state: State, error: str | None = None) -> Outcome:
+        return Outcome(
+            state=state,
+            settings=self.task.settings,
+            seconds=round(time.monotonic() - self._start, 1),
+            where=self._where,
+            error=error,
+        )
+
+    def stop(self) -> None:
+        """Have it end; the next sweep goes on where it was."""
+        self._process.terminate()
+        try:
+            self._process.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _environment(task: Task, gpus: Sequence[str] | None) -> dict[str, str]:
+    """That of a task: as many threads as cores, and no GPU but its own."""
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    changed = {
+        "OMP_NUM_THREADS": str(task.resources.cpus),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths))),
+    }
+    if task.resources.gpus == 0:
+        changed["CUDA_VISIBLE_DEVICES"] = HIDDEN
+    elif gpus is not None:
+        changed["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return os.environ | changed
+
+
+def _why(log: Path, code: int) -> str:
+    """Why a run failed: its own word, or how its process ended."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [i for i, line in enumerate(lines) if line.startswith("error:")]
+    if errors:
+        return "\n".join(lines[errors[0] :]).removeprefix("error: ")
+    if code < 0:
+        memory = ", as where memory ran out" if code == -9 else ""
+        return f"its process was ended by signal {-code}{memory}"
+    return lines[-1] if lines else f"it ended with exit code {code} and printed nothing"
 
 
 class LocalPool:
@@ -96,10 +188,6 @@ class LocalPool:
         finally:
             for one in running:
                 one.stop()
-
-
-PATIENCE = 10.0  # seconds in which a cluster has to answer
-RETRIES = 5  # times that a task is started again because its node or worker was lost
 
 
 class RayPool:
@@ -172,7 +260,7 @@ class RayPool:
 
 
 def _answers(address: str) -> None:
-    """Check that somebody listens there, for whom Ray would wait for minutes.
+    """Check that a server listens there; Ray would wait for it for minutes.
 
     Raises:
         RequestError: it is no address.
@@ -198,9 +286,15 @@ def _outcome(ref: Any, task: Task) -> Outcome:
     except exceptions.RaySystemError:
         raise
     except exceptions.RayError as error:
-        told = " ".join(str(error).split())[:300]
+        text = " ".join(str(error).split())[:300]
         outcome = Outcome(
-            state="failed", settings=task.settings, seconds=0.0, where="?", error=f"Ray: {told}"
+            state="failed", settings=task.settings, seconds=0.0, where="?", error=f"Ray: {text}"
         )
         task.write(outcome)
         return outcome
+
+
+if __name__ == "__main__":
+    end_with(int(sys.argv[1]))
+    sys.argv[:2] = ["ptq"]
+    runpy.run_module("ptq", run_name="__main__")

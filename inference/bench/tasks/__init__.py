@@ -1,1 +1,0 @@
-"""Requests made of text, for what speculation brings where texts repeat."""
