@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from formats.errors import EngineError
-from inference.scheduling.batch import Ints, RunningBatch
-from inference.scheduling.blocks import BlockChanges
-from inference.scheduling.drafter import HiddenStates
-from inference.scheduling.work import Work
+
+if TYPE_CHECKING:
+    from inference.scheduling.batch import Ints, RunningBatch
+    from inference.scheduling.blocks import BlockChanges
+    from inference.scheduling.drafter import HiddenStates
+    from inference.scheduling.work import Work
 
 FOLDER = "inference.speculate.methods"
 

@@ -1,8 +1,7 @@
-"""config.json as transformers reads it, with our own classes for what it has no class of."""
+"""config.json as transformers reads it."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,14 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from formats.errors import CheckpointError
-from formats.families.registry import OWN_CLASSES
-
-
-def make_known(model_type: str) -> None:
-    """Let transformers' AutoConfig and AutoModelForCausalLM know a class of ours, if it is one."""
-    file = OWN_CLASSES.get(model_type)
-    if file is not None:
-        importlib.import_module(file)
+from formats.modeling.own_classes import make_known
 
 
 def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:

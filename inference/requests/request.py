@@ -75,8 +75,8 @@ class SamplingParams(RequestParams):
         logprobs: Give the log probabilities of the so many most likely tokens, and of the chosen
             one, of the model's own distribution: before penalties and temperature.
         prompt_logprobs: The same for the prompt's tokens.
-        prompt_logprobs_start: The first token of the prompt whose log probability is returned; what comes before it may
-            then be shared with other prompts.
+        prompt_logprobs_start: The first token of the prompt whose log probability is returned;
+            what precedes it may then be shared with other prompts.
         constraint: What the text must be. An end token comes where it is complete and no sooner,
             and when nothing else may come the request ends: also where `ignore_eos` or
             `min_tokens` ask for more. `stop` and `stop_token_ids` may end it sooner.

@@ -311,7 +311,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         now: float,
         result: StepResult,
     ) -> tuple[Bools, Ints]:
-        """Give requests whose log probabilities nobody wants, and of which no token is watched, all their tokens.
+        """Give requests that want no log probabilities and watch no token all their tokens.
 
         Args:
             work: The step.

@@ -40,8 +40,8 @@ class ActiveRequest:
         tokenizer: A transformers tokenizer.
         ends: Tokens that end it.
         limit: Most tokens of prompt and output.
-        candidates: If it is held: how many of the likeliest tokens are returned whenever the next one is to
-            come, which its client then chooses (`Engine.hold`).
+        candidates: If it is held: how many of the likeliest tokens are returned whenever the next
+            one is to come, which its client then chooses (`Engine.hold`).
 
     Attributes:
         sequence: Its tokens, for the scheduler.

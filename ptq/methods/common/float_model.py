@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from formats.families.family import LatentAttention
 from formats.families.registry import attention_names, family_of
-from formats.modeling.config import make_known
+from formats.modeling.own_classes import make_known
 from formats.namespace import later
 
 if TYPE_CHECKING:

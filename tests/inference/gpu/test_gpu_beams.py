@@ -50,7 +50,7 @@ class FakeGpuEngine:
                     self.cache[target * 64 + offset] = held[source * 64 + offset]
 
     def request(self, name, prompt, params, candidates=None) -> ActiveRequest:
-        ends = frozenset() if told else self.end_tokens
+        ends = frozenset() if candidates else self.end_tokens
         return ActiveRequest(name, prompt, params, Letters(), ends, LIMIT, candidates=candidates)
 
     def hold(self, prompt, *, top, beams, max_tokens, stop_token_ids, request_id):
