@@ -79,9 +79,9 @@ def advise(data: ReportData, *, save: bool) -> Advice:
         own = _own(data, rows)
         found = find(data, [row for row in rows if row != own and _runs(data, row.recipe)], own)
         if found is not None:
-            reason = f"on {found.told} it lost {found.kl:g}"
+            reason = f"on {found.told} it lost {found.kl:.3g}"
             if own is not None:
-                reason += f", where this one lost {own.kl:g}"
+                reason += f", where this one lost {own.kl:.3g}"
             reason += _kept(own_bits(data), recipe_bits(found.recipe))
             return Advice(found.recipe, reason, _command(data, found.recipe))
     return Advice("", "nothing that was measured saves more" if save else _in_float(data), "")

@@ -189,7 +189,7 @@ def failure(check: Check, known: Known | None = None) -> str:
     if known is not None:
         return (
             f"{LABELS[check.name]} {check.measured:.2g} is surely more than {MARGIN:g} x "
-            f"{known.kl:g}, which `{known.recipe}` lost on {known.told}"
+            f"{known.kl:.3g}, which `{known.recipe}` lost on {known.told}"
         )
     return (
         f"{LABELS[check.name]} {check.measured:.6g} is {side} the threshold {check.limit:g} "

@@ -95,7 +95,7 @@ def _margin(check: Check, ends: Interval | None, known: Known | None) -> str:
     interval = f" (95% interval {shown[1]} to {shown[2]})" if ends is not None else ""
     if known is not None:
         return (
-            f"{LABELS[check.name]} {shown[0]}{interval}; `{known.recipe}` lost {known.kl:g} on "
+            f"{LABELS[check.name]} {shown[0]}{interval}; `{known.recipe}` lost {known.kl:.3g} on "
             f"{known.told}, and up to {MARGIN:g} times that is as expected"
         )
     text = (

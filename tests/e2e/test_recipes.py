@@ -30,6 +30,7 @@ REPEATED = {  # what they have of schemes and methods, others have; a small mode
     "c8",
     "fp8_tensor",
     "mxfp8",
+    "w8_gptq",
     "w8_rtn",
 }
 CASES = [

@@ -39,7 +39,7 @@ def test_the_readme_claims_what_was_measured():
                 found, digits = loss(model, recipe), len(figure.partition(".")[2])
                 assert figure == ("–" if found is None else f"{found:.{digits}f}"), (model, recipe)
                 shown += 1
-    assert shown == 26
+    assert shown == 28
 
 
 @pytest.fixture
@@ -78,6 +78,6 @@ def test_runs_of_a_model_are_kept_and_shown(made, table, tmp_path, monkeypatch, 
     assert line.startswith("| `a8w8c8` | a8w8c8 | ")
     assert last == "and more"
     assert "<!-- a8w8c8 -->" in (tmp_path / "results-tiny-llama.svg").read_text()
-    assert line in capsys.readouterr().out
+    assert line.rsplit("|", 2)[0] in capsys.readouterr().out  # but for the rounded seconds
     with pytest.raises(RecipeError, match="--original-bits tiny=4: needed is the name of a model"):
         run_all.main([*words[:-1], "tiny=4"])
