@@ -20,14 +20,14 @@ SOURCES = {".py", ".cpp", ".h"}
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 93_906,
+    "lines of source": 94_000,
     "files of source": 586,
     "lines of imports, in 1,000 lines of code": 90,
     "crowded classes": 9,
     "functions over 60 lines": 21,
     "files over 400 lines": 9,
     "odd words": 300,
-    "lines of tests": 53_053,
+    "lines of tests": 53_150,
 }
 # How far a number may fall below its limit before the limit is to follow.
 SLACK = {"lines of source": 500, "lines of tests": 500, "files of source": 10, "odd words": 30}
