@@ -221,7 +221,7 @@ class DecoderBlock:
             sample: Index into `inputs`.
             gradient: Of the block's outputs [tokens, hidden], in the type that it computes in.
             on_output: Called with each linear layer's full name, the gradient of its output
-                [rows, out], and of an expert's layer with the tokens that came to it, int64 [rows],
+                [rows, out], and of an expert's layer with the tokens routed to it, int64 [rows],
                 and how many the sample has, else with None and 0; of the layers that make K and V
                 with their input [rows, in], else with None.
             on_kv: Called with `k_cache` or `v_cache` and the gradient [tokens, kv heads, D] of K or
@@ -250,7 +250,7 @@ class DecoderBlock:
 
     @contextmanager
     def _gradient_hooks(self, on_output: OnOutput, on_kv: OnGradient) -> Iterator[None]:
-        rows: dict[str, tuple[Tensor, int]] = {}  # tokens that came to an expert, by its name
+        rows: dict[str, tuple[Tensor, int]] = {}  # tokens routed to an expert, by its name
         run, cached = set[str](), self._cached_layers()
         with ExitStack() as stack:
             for path, experts in self.module.named_modules():

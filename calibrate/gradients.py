@@ -81,7 +81,7 @@ class Gradients:
 class BlockGradients:
     """Of a block's linear layers, as `(full name, "output")`, of its cache, as `(attention's full
     name, "k_cache" or "v_cache")`, and of what the block hands over, as `(full name, "states")`;
-    all of the block as it came.
+    all of the original block.
     """
 
     of: dict[Key, Gradients] = field(default_factory=dict)
@@ -172,8 +172,8 @@ class GradientSums:
         Args:
             sample: Its index.
             g: [tokens, out] of a layer, [tokens, kv heads, D] of K and V.
-            tokens: Places of the rows among the sample's tokens, int64 [rows], where not all came
-                to the layer.
+            tokens: Places of the rows among the sample's tokens, int64 [rows], where the layer
+                got only some.
             count: Tokens of the sample, with `tokens`.
             x: The layer's input [tokens, in], where factors of whole sequences are wanted.
         """

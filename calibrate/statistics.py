@@ -96,7 +96,7 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
         return part
 
     def at(self, stage: str = "") -> Statistics:
-        """What was seen after a method had changed the block; of the model as it came for ''."""
+        """What was seen after a method had changed the block; of the original model for ''."""
         part = Statistics()
         for (module, role), stats in self.items():
             plain, _, after = role.partition(AFTER)

@@ -267,7 +267,7 @@ class TensorStatistics:
     def _add_maxima(self, tokens: int, channel_absmax: Tensor, sample_absmax: Tensor) -> None:
         self.channel_absmax = torch.maximum(self.channel_absmax, channel_absmax)
         samples = torch.cat((self.sample_absmax, sample_absmax))
-        rows, times = samples.unique(dim=0, return_counts=True)  # ascending, whatever came first
+        rows, times = samples.unique(dim=0, return_counts=True)  # ascending, whatever the order
         self.sample_absmax = rows.repeat_interleave(times, dim=0)
         self.tokens += tokens
 

@@ -9,7 +9,7 @@ against and the fallback where there is no compiler.
 
 **Row invariance.** A model's answer must not depend on what else is in the batch. On a given
 machine, every op here returns a row (a token; a sequence in attention) with the same bits whatever
-other rows share the call, and attention returns a query's row with the same bits whether it came in
+other rows share the call, and attention returns a query's row with the same bits whether it is in
 a decode step, in a whole prefill or in any chunk of one.
 
 Symbols: T tokens, H hidden size, K and N inputs and outputs of a linear layer, Hq and Hkv query and

@@ -29,7 +29,7 @@ class ModuleRow(Strict):
     None means that nothing was lost, or that it was not measured. `weight` compares the stored
     weight with the (smoothed) float weight, `input` the quantized input with the float one on
     calibration samples, `output` the layer's output with both quantized. The baseline is plain
-    round-to-nearest on the model as it came.
+    round-to-nearest on the original model.
     """
 
     module: str

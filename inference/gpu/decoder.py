@@ -60,7 +60,7 @@ class GpuBatch:
         decodes: Sequences that have one token, first in the batch, where others have more.
         padded: Whether the step may be captured, and nothing asked of the host.
         invariant: Whether a token's bits are the same in any step; each is a sequence then.
-        reads: Hidden states that somebody reads; None where nobody does.
+        reads: Hidden states that a proposer reads; None where none does.
     """
 
     ids: Tensor

@@ -26,7 +26,7 @@ _workspaces: WeakValueDictionary[tuple[torch.device, int], Workspace] = WeakValu
 def workspace_on(device: torch.device) -> Workspace:
     """The workspace of split sums of the current stream of a device.
 
-    It lives as long as somebody holds it: who runs many layers does, so that they share it.
+    It lives as long as it is referenced: who runs many layers does, so that they share it.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     found = _workspaces.get((device, stream))

@@ -240,7 +240,7 @@ class GpuRunner:
             self._pool = torch.cuda.graph_pool_handle()
 
     def tell_hidden(self, reads: HiddenStates | None) -> None:
-        """Give hidden states of all steps to come to somebody, or to nobody any more."""
+        """Give hidden states of all steps to come to a reader, or to none any more."""
         if reads is not self._reads:
             self._reads = reads
             self._captured.clear()  # a graph has what it gives to whom

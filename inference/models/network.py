@@ -1,7 +1,7 @@
 """Small networks that draft: what they are to the chains that run them, on any device.
 
 A chain (`inference.cpu.chain`, `inference.gpu.chain`) first computes what the network's cache lacks
-of some sequences, as a rule the tokens that came since it drafted last. The logits of the last of
+of some sequences, as a rule the tokens chosen since it drafted last. The logits of the last of
 them give the first drafts, and a step of one token a sequence each of the further ones.
 
 A draft is what the model would choose with these logits and the same noise, without penalties,

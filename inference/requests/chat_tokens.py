@@ -2,7 +2,7 @@
 
 A template writes control tokens such as `<|im_end|>` around messages. Where a message holds such a
 text itself, a tokenizer makes a control token of both: whoever writes a message could end it, and
-begin another in somebody else's name. So here
+begin another in the name of another role. So here
 
 1. texts of messages and of tools are searched for control tokens, in any spelling that folds to one
    (full-width characters, upper case). Mostly there are none, and the chat is rendered and

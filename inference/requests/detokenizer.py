@@ -45,7 +45,7 @@ class Detokenizer:
         return len(self._tokens)
 
     def add(self, token: int) -> None:
-        """Take one token; `pieces` and `stopped` tell what came of it."""
+        """Take one token; `pieces` and `stopped` tell the outcome."""
         if not self.stopped:
             self._tokens.append(token)
             self._read_up_to(len(self._tokens))

@@ -145,7 +145,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         """Give requests what a device chose for their slices.
 
         Where a slice has drafts there is a token after each of its rows; those count whose row is
-        that of the last token or of a draft that came.
+        that of the last token or of an accepted draft.
 
         Args:
             work: The step.
@@ -231,7 +231,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             now: Seconds at which the tokens were there.
 
         Returns:
-            How many drafts of each came.
+            How many drafts of each were accepted.
         """
         places, drafts, batch = work.places[which], work.drafts[which], self._scheduler.batch
         accepted, going = np.zeros(len(which), np.int64), np.arange(len(which))
@@ -244,11 +244,11 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             accepted[going] += right
             alive = batch.serial[own] == work.serials[which[going]]
             going = going[right & alive]
-            batch.computed[places[going]] += 1  # the draft's K and V are those of what came
+            batch.computed[places[going]] += 1  # the draft's K and V are the token's
         return accepted
 
     def _note_accepted(self, work: Work, which: Ints, accepted: Ints, result: StepResult) -> None:
-        """Tell who drafts, and in what the step gave, how many drafts of some slices came."""
+        """Note how many drafts of some slices were accepted, in the result and for who drafts."""
         drafter, some = self._scheduler.drafter, work.drafts[which] > 0
         if drafter is None or not some.any():
             return
@@ -323,7 +323,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             result: What the step gave; it takes the tokens.
 
         Returns:
-            Who was given tokens, and how many drafts of each came.
+            Who was given tokens, and how many drafts of each were accepted.
         """
         places, drafts, batch = work.places[which], work.drafts[which], self._scheduler.batch
         plain = among & ~batch.watched[places] & (batch.logprobs[places] < 0)

@@ -165,7 +165,7 @@ class RunningBatch:
         return ended | (known > self.last[places]) | self.watched[places]
 
     def take_several(self, places: Ints, counts: Ints, tokens: Ints, now: float) -> Bools:
-        """Give sequences their next tokens, all but the last of which are drafts that came.
+        """Give sequences their next tokens, all but the last of which are accepted drafts.
 
         Args:
             places: Whose.

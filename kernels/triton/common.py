@@ -56,7 +56,7 @@ class Workspace:
     """Memory in which the programs of a split sum leave their parts; one for each stream.
 
     The parts of a tile are added in order by the last of its programs to arrive, so that a sum does
-    not depend on who came first. That program sets the tile's count of arrivals back to zero.
+    not depend on the order of arrival. That program sets the tile's count of arrivals back to zero.
 
     Attributes:
         parts: fp32, the partial sums.

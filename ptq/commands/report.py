@@ -2,7 +2,7 @@
 
     ptq report OUTPUT
 
-`ptq run` ends with the same. Both models run in this project's engine: the original as it came, the
+`ptq run` ends with the same. Both models run in this project's engine: the original as it is, the
 quantized one with its integer kernels and its quantized cache. The report is in OUTPUT/report as
 one HTML file, as Markdown and as JSON. Exit codes: as of `ptq run`.
 """

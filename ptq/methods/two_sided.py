@@ -28,7 +28,7 @@ solution itself on a CPU, far longer on a GPU.
 
 Each factor that does not invert has its damping raised tenfold until it does: a reported event. A
 layer whose cost is not below that of GPTQ with the same A (G = I) keeps GPTQ's result; one whose
-factors are zero or never invert (an expert that no token came to) is rounded to the nearest: events
+factors are zero or never invert (an expert that got no token) is rounded to the nearest: events
 too.
 """
 

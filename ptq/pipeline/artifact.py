@@ -1,6 +1,6 @@
 """What a finished run knows of a model, to be solved again without running the model.
 
-`statistics.safetensors` in a run's output holds the statistics of the model as it came, and as it
+`statistics.safetensors` in a run's output holds the statistics of the original model, and as it
 was where samples ran again after a method; `hessians/<block>.safetensors` the second moments of its
 inputs, where a method used them and they are small or the recipe asks for them;
 `fisher/<block>.safetensors` both Fisher factors of its layers and the gradients of its cache, where
@@ -73,7 +73,7 @@ class Artifact:
 
         Args:
             work: The block.
-            stage: The method after which they ran; '' for the model as it came.
+            stage: The method after which they ran; '' for the original model.
 
         Raises:
             CheckpointError: the block's Hessians or Fisher factors are damaged.
@@ -138,7 +138,7 @@ def save_moments(folder: Path, kinds: Sequence[str], work: BlockWork, stage: str
         folder: Where to, after `expect_moments`.
         kinds: Of `KEPT_FOLDERS`: second moments, if they are whole, and both Fisher factors.
         work: The block.
-        stage: The method after which the samples ran; '' for the model as it came.
+        stage: The method after which the samples ran; '' for the original model.
 
     Raises:
         CheckpointError: they cannot be written.

@@ -108,7 +108,7 @@ def module_rows(
 
     Args:
         work: The block with its solved layers.
-        baseline: What `measure` gave for round-to-nearest on the block as it came; empty where it
+        baseline: What `measure` gave for round-to-nearest on the original block; empty where it
             was not measured.
         found: What it gives for the solved layers.
     """

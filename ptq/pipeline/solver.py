@@ -54,7 +54,7 @@ class BlockSolver:
         watch: Counts seconds by phase; a method's phase has its name.
         artifact: What an earlier run saw, in place of samples.
         keep: Called with each block once its samples have run through it, and with the method after
-            which they did; '' for the block as it came.
+            which they did; '' for the original block.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class BlockSolver:
         return solved
 
     def _see(self, work: BlockWork) -> tuple[list[Tensor], dict[str, Ratios]]:
-        """Learn of a block as it came: its outputs, and what rounding alone would lose."""
+        """Learn of an original block: its outputs, and what rounding alone would lose."""
         outputs: list[Tensor] = []
         if self.artifact is not None:
             with self.watch.phase("load"):

@@ -161,7 +161,7 @@ class Footprint:
             yield kept + spec.memory(sizes)
 
     def _head_stored(self) -> int:
-        """The head as it came, its integers, and what a checkpoint gets of them."""
+        """The original head, its integers, and what a checkpoint gets of them."""
         return 0 if self.head is None else 4 * math.prod(self.head)
 
     def _head_work(self) -> int:

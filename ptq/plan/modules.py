@@ -45,7 +45,7 @@ class ModulePlan(Strict):
 
     Attributes:
         name: Full name.
-        action: Whether its weight and input are quantized, stay as they are, or the weight came
+        action: Whether its weight and input are quantized, stay as they are, or the weight was
             quantized and stays as it is stored.
         reason: Why, for a person.
         shape: Of its weight: (out, in).
@@ -92,7 +92,7 @@ def plan_modules(
         blocks: Full names of its decoder blocks.
         shapes: Weights of its linear layers and routers, by full name, in the model's order.
         names: The same layers' names by their block.
-        stored: Schemes of layers that came quantized and are kept so, by full name.
+        stored: Schemes of layers that are quantized already and are kept so, by full name.
     """
     inside, merged = {head_name(config)}, dict[str, str]()
     for block in blocks:

@@ -61,7 +61,7 @@ def outlier_row(module: str, role: str, channel_absmax: Tensor, top: int = 3) ->
 
 
 def activation_outliers(statistics: Statistics, top: int = 3) -> list[OutlierRow]:
-    """One row for every input and cache that calibration observed, of the model as it came."""
+    """One row for every input and cache that calibration observed, of the original model."""
     seen, rows = statistics.at(), list[OutlierRow]()
     for (module, role), stats in seen.items():
         if role == SINK_INPUT:

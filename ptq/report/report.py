@@ -1,6 +1,6 @@
 """What the quantization cost, measured on the real kernels.
 
-Both models run in this project's engine: the original as it came, the quantized one with its
+Both models run in this project's engine: the original as it is, the quantized one with its
 integer kernels and its quantized cache. The report is one HTML file, Markdown and JSON.
 """
 

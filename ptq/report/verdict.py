@@ -25,7 +25,7 @@ FEWEST_SEQUENCES, FEWEST_TOKENS = 8, 2000  # below these, intervals themselves a
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out.
+    """The outcome.
 
     Attributes:
         light: `green`, `amber`, `red` or `grey`.

@@ -1,6 +1,6 @@
 """Answers, and noticing that the one who asked has gone.
 
-A stream is sent by hand: one `send` for all that came since the last, no task or queue between.
+A stream is sent by hand: one `send` for all produced since the last, no task or queue between.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class EventStream(Response):
             for too long.
         write_seconds: How long one frame may wait for the client.
         done: What is sent at the end.
-        quiet: What is sent when nothing came for `QUIET_SECONDS`, so that nobody between here and
+        quiet: What is sent after no output for `QUIET_SECONDS`, so that nobody between here and
             the client takes the connection for dead; a comment, which clients pass over.
     """
 

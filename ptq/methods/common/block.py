@@ -86,7 +86,7 @@ class BlockWork:
         statistics: Of the inputs of the block's linear layers, of K and of V, for the weights as
             they were when the samples last ran; None before that.
         moments: Second moments of those inputs, where a method wants them.
-        gradients: Of the block as it came, where a method wants them.
+        gradients: Of the original block, where a method wants them.
         weighted: The inputs' side of the Fisher factors, where `gradients` are.
         clips: Factors of the ranges of static inputs, by layer, where a method chose them.
         divisors: What methods have divided those inputs, K and V by since then.
@@ -186,7 +186,7 @@ class BlockWork:
         """Fisher factors of a linear layer, one of `targets`, for its weight as it is now.
 
         A is on the block's device, and so is G. Where no token's loss depends on the layer (an
-        expert that no token came to), both are zero.
+        expert that got no token), both are zero.
         """
         assert self.gradients is not None, "no method asked for gradients"
         assert self.weighted is not None, "the samples have not run"

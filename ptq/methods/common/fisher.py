@@ -1,6 +1,6 @@
 """Both Fisher factors of a block's layers as its weights are now (`calibrate.gradients`).
 
-G comes from the backward pass, which sees the block as it came; A is accumulated whenever samples
+G comes from the backward pass, which sees the original block; A is accumulated whenever samples
 run through the block, each token weighted by |g_t|^2. Methods then divide what layers read and what
 they give by factors: with y' = D^-1 y a gradient becomes D g, and G becomes D G D. As G has trace 1
 and A holds the gradients' size, A takes the factor tr(D G D), so that
@@ -128,7 +128,7 @@ def factors(weighted: Tensor, gradients: Gradients, divided: Divisors) -> Fisher
 
     Args:
         weighted: A, as the samples last showed it [in, in].
-        gradients: Of its output, of the block as it came.
+        gradients: Of its output, of the original block.
         divided: What was folded.
     """
     pair = _folded(weighted, gradients.outputs, divided.since_samples, divided.outputs)

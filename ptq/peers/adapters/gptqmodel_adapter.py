@@ -15,7 +15,7 @@ from gptqmodel.nn_modules.qlinear import BaseQuantLinear  # pyright: ignore[repo
 
 
 def quantize(job: Any) -> Any:
-    """Solve the linear layers, and put what was saved into the model as it came."""
+    """Solve the linear layers, and put what was saved into the original model."""
     config = QuantizeConfig(bits=4, group_size=128, sym=True)
     model = GPTQModel.load(job.model, config, device="cpu", dtype=torch.float32)
     data = [

@@ -127,7 +127,7 @@ FOLDED = 40  # groups from which on their table is folded
 
 
 def budget_section(record: BudgetRecord) -> Section:
-    """What was asked, what was chosen from, and what came of it."""
+    """What was asked, what was chosen from, and the outcome."""
     head, *rows = choice_rows(record)
     shown = "Bytes of the weight files against KL divergence: the frontier, uniform recipes, trials"
     groups = [_group_row(record, group, name) for group, name in _chosen(record)]
