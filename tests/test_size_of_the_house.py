@@ -21,12 +21,12 @@ ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a
 
 LIMITS = {
     "lines of source": 94_000,
-    "files of source": 586,
+    "files of source": 587,
     "lines of imports, in 1,000 lines of code": 90,
     "crowded classes": 9,
     "functions over 60 lines": 21,
     "files over 400 lines": 9,
-    "odd words": 300,
+    "odd words": 265,
     "lines of tests": 53_150,
 }
 # How far a number may fall below its limit before the limit is to follow.

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kernels.triton.calibration import columns as kernels
     from ptq.methods.common import fitting, moments, rounding
 else:
+    fitting = later("ptq.methods.common.fitting")
     kernels = later("kernels.triton.calibration.columns")
     moments = later("ptq.methods.common.moments")
     numerics = later("kernels.numerics")

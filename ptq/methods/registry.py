@@ -18,7 +18,7 @@ from pydantic import Field
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MethodSpec
-from ptq.methods.rtn import seen_as_floats
+from ptq.methods.common.stored_layers import seen_as_floats
 
 
 def _collect() -> dict[str, type[MethodSpec]]:

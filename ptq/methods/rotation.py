@@ -39,7 +39,7 @@ from formats.residual_rotation import with_rotation
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.spec import MethodSpec, Stage
-from ptq.methods.rtn import kept_layers
+from ptq.methods.common.stored_layers import kept_layers
 
 if TYPE_CHECKING:
     import torch

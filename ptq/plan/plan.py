@@ -30,8 +30,8 @@ from formats.modeling.layers import (
 from formats.modeling.model import meta_model
 from formats.scheme import LayerScheme, Strict
 from ptq.methods.common.float_model import FloatModel, FloatModelView
+from ptq.methods.common.stored_layers import kept_layers, seen_as_floats
 from ptq.methods.registry import view_of
-from ptq.methods.rtn import kept_layers, seen_as_floats
 from ptq.plan import preflight
 from ptq.plan.checked_groups import CheckedGroups, checked_groups
 from ptq.plan.devices import check_devices, on_gpu

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = """
 import sys, time
-from formats import progress
+from formats import command as progress
 progress.SECONDS = 0.05
 for i in progress.bar(range(4), title="Comparing", unit="sequence", shown=sys.argv[1] == "shown"):
     time.sleep(0.06)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inference.scheduling.blocks import BlockManager
-from inference.scheduling.prompt_share import FIRST, LEAST, PromptRate
+from inference.scheduling.prompt_share import FIRST, LEAST_TOKENS, PromptRate
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence
 
@@ -17,7 +17,7 @@ def test_a_step_has_the_tokens_for_which_there_is_time():
         rate.note(4, 0, 0.010)
         rate.note(4, 100, 0.030)  # 100 tokens in 20 ms beside the decodes
     assert rate.tokens_in(0.050) == pytest.approx(200, abs=2)
-    assert rate.tokens_in(0.005) == LEAST, "prompts go on, however late a step is"
+    assert rate.tokens_in(0.005) == LEAST_TOKENS, "prompts go on, however late a step is"
 
 
 def test_a_step_that_had_to_compile_something_says_little():
