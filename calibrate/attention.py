@@ -1,6 +1,6 @@
 """Attention as blocks run it: transformers' sdpa, with K and V shown, and replaced where wanted.
 
-Attention with what torch's own has no place for: bounded logits, sinks, biases of ALiBi.
+What torch's own has no place for runs in plain torch: bounded logits, sinks, biases of ALiBi.
 """
 
 from __future__ import annotations

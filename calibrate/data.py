@@ -38,8 +38,8 @@ from calibrate.sources import (
 )
 from calibrate.spec import TABLES, TEXT, DatasetSpec, Split
 from calibrate.windows import are_rendered, cut_windows, windows_in_template
+from formats.chat_template import has_chat_template
 from formats.errors import RecipeError
-from formats.text_tokens import has_chat_template
 
 FEWEST_OTHER = 8  # sequences of the other kind of text that models are measured on
 NO_CHATS = (

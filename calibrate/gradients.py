@@ -1,8 +1,8 @@
 """What a backward pass shows of one block: gradients of its layers' outputs, of K and of V.
 
 Kept of a tensor of gradients g_t, one for each token t, is little: the matrix G of the directions
-that they take, and |g_t|^2. With the inputs x_t, seen in another pass, these give both factors of
-`calibrate.gradients`. Layers with many outputs keep only blocks on the diagonal of G.
+that they take, and |g_t|^2. With the inputs x_t, seen in another pass, these give both factors
+below. Layers with many outputs keep only blocks on the diagonal of G.
 
 What an error of a layer's weight costs the whole model: Kronecker factors of the Fisher matrix.
 
@@ -57,7 +57,7 @@ class Gradients:
         weights: |g_t|^2 of each sample, in the order of the samples: fp32 [tokens] of a layer,
             [tokens, kv heads] of K and V. Zero for the tokens that do not come to an expert. The
             samples may be fewer than those of the run, the first of them; none once it has ended.
-        sequences: (A', G') of `calibrate.gradients`, of layers that make K or V.
+        sequences: (A', G'), of layers that make K or V.
     """
 
     outputs: Tensor

@@ -14,8 +14,8 @@ from typing import Any
 
 from calibrate.spec import TABLES, TEXT, Split
 from calibrate.tables import check_column, column_values, first_rows, likely_columns, read_text
+from formats.chat_template import has_chat_template, read_messages, render_chat
 from formats.errors import RecipeError
-from formats.text_tokens import has_chat_template, read_messages, render_chat
 
 Convert = Callable[[Any], str]  # a column's value to text; ValueError says why it cannot
 

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from formats.chat_template import looks_like_chat
 from formats.errors import RecipeError
-from formats.text_tokens import looks_like_chat
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,11 +5,10 @@ sequences: before each of them stands what the tokenizer puts before a text (BOS
 nowhere else. Chats are not cut into: a sequence begins with a chat's beginning and is filled with
 whole ones, the last of them cut at the sequence's end.
 
-Plain text as chats, for a model that is served through a chat template.
-
-Such a model meets the template's own tokens in every prompt, and a scale that was chosen without
-them may not hold them. Where there is nothing but text, its passages make chats: a user asks for
-what follows the first part of one, and the assistant's answer is the rest.
+Plain text becomes chats for a model that is served through a chat template. Such a model meets the
+template's own tokens in every prompt, and a scale that was chosen without them may not hold them.
+Where there is nothing but text, its passages make chats: a user asks for what follows the first
+part of one, and the assistant's answer is the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from typing import Any
 import torch
 
 from calibrate.spec import SplitSpec
-from formats.text_tokens import has_chat_template, leading_tokens, render_chat, text_tokens
+from formats.chat_template import has_chat_template, render_chat
+from formats.text_tokens import leading_tokens, text_tokens
 
 ASKED = ("Continue this text:", "What comes after this?", "Write on from here.")
 PASSAGES = (300, 900, 1500)  # characters, in turn: templates' tokens stand at many positions

@@ -12,7 +12,7 @@ not depend on the order of samples; sums of floats do. So neighbouring samples f
 `RUNS` of them whatever the number of devices; a run is summed by the device that takes it, sample
 by sample, and then added to the sum of those before it.
 
-Tensors of a checkpoint that are read before they are asked for.
+Tensors of a checkpoint are read before they are asked for (`read_ahead`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The outer boundary of every command line.
 
-Progress on standard error: a bar on a terminal, plain lines elsewhere.
+Its progress goes to standard error: a bar on a terminal, plain lines elsewhere.
 """
 
 from __future__ import annotations

@@ -4,12 +4,8 @@ A file or directory is made beside its final place under a hidden name, synced, 
 killed process leaves at most what is hidden; the next writer of the same name removes it, or, if it
 died between moving an old directory away and moving the new one in, puts the old one back.
 
-Ending with the process that started this one.
-
-Which files a model's folder has: one rule for names and links, kept by every reader.
-
-A link is followed within the folder, or from a snapshot in a Hugging Face cache to the blobs of the
-same model, and nowhere else:
+Every reader of a model's folder keeps one rule for names and links. A link is followed within the
+folder, or from a snapshot in a Hugging Face cache to the blobs of the same model, and nowhere else:
 
     models--OWNER--NAME/snapshots/REVISION/config.json -> ../../blobs/HASH
 
@@ -18,14 +14,11 @@ The path to the folder may have links: `/data -> /mnt/data` changes nothing for 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import glob
 import hashlib
 import os
 import shutil
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,20 +26,6 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from formats.errors import CheckpointError, DiskFullError
-
-PR_SET_PDEATHSIG = 1  # Linux, prctl(2): a signal for when the parent dies
-
-
-def end_with(parent: int) -> None:
-    """Have the system kill this process when its parent dies, whatever it does then; on Linux.
-
-    Args:
-        parent: Its process id; if that is no longer the parent, this process ends at once.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
-        os._exit(1)
 
 
 def find_file(folder: Path, name: str, origin: str | None = None) -> Path | None:

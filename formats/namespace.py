@@ -10,12 +10,10 @@ the path, wins the name. What that does not hold is then looked for in our folde
 `inference` is also a package of Roboflow. The first on the path wins; commands refuse to go on
 where that is not ours.
 
-Modules that are imported when they are first used.
-
-A command's file holds its arguments and what it does, a method's its specification and its
-algorithm. Arguments and recipes are read, and refused, without the rest: importing torch for that
-would take seconds. So what only the work needs is named in two lines, one for the reader and the
-type checker, one for Python:
+`later` imports a module when it is first used. A command's file holds its arguments and what it
+does, a method's its specification and its algorithm. Arguments and recipes are read, and refused,
+without the rest: importing torch for that would take seconds. So what only the work needs is named
+in two lines, one for the reader and the type checker, one for Python:
 
     if TYPE_CHECKING:
         import torch

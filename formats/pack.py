@@ -4,7 +4,7 @@ Source: compressed-tensors, `pack_quantized`: element k of a row is in word k //
 b (k % n), where a word holds n = 32 / b values, each stored as value + 2^(b - 1). Weights are
 packed along their inputs, zero points along the outputs.
 
-Floats of 4 bits and the scales that neighbours share.
+Floats of 4 bits, and the scales that neighbours share:
 
     MXFP4     32 elements share a power of two (OCP Microscaling Formats 1.0, 5.3)
     NVFP4     16 elements share an e4m3 value, times one fp32 number a tensor

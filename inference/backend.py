@@ -26,7 +26,7 @@ from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.models.kv_cache import CacheShape
 from inference.models.layers import L_co, LayerFactory, X_co
-from inference.models.network import Model
+from inference.models.model import Model
 from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges

@@ -19,11 +19,11 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
+from formats.chat_template import has_chat_template
 from formats.command import CommandParser, run_command
 from formats.errors import RequestError
 from formats.namespace import later
 from formats.stored.other_kinds import locate_model
-from formats.text_tokens import has_chat_template
 from inference.arguments import (
     add_content_argument,
     add_engine_arguments,

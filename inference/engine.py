@@ -29,7 +29,7 @@ from formats.tokenizer import end_tokens, load_tokenizer
 from inference.backend import Backend, choose_backend, require_device
 from inference.config import EngineConfig
 from inference.models.kv_cache import CacheShape
-from inference.models.network import Model
+from inference.models.model import Model
 from inference.parallel.backend import choose_ranks
 from inference.proposers import Proposer, draft_methods, require_method
 from inference.requests.request import (

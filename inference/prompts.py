@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from formats.chat_template import has_chat_template
 from formats.errors import RequestError
-from formats.text_tokens import has_chat_template, text_tokens
+from formats.text_tokens import text_tokens
 from inference.requests.chat_tokens import ChatEncoder
 
 Messages = Sequence[Mapping[str, Any]]

@@ -22,10 +22,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from formats.chat_template import read_messages
 from formats.command import bar
 from formats.errors import RequestError
 from formats.files import replace_file, writing
-from formats.text_tokens import read_messages
 from inference.beam_search import BeamParams, BeamSearch
 from inference.prompts import PromptFormat
 from inference.requests.request import RequestOutput, SamplingParams, StepResult

@@ -14,7 +14,7 @@ p = R_ii C_jj, an element (i, j) that has its turn gets an e, and all later (l, 
 In which tiles that happens makes no difference to `round_all`. What a tile does to all beyond it is
 two matrix products, so that only tiles are walked element by element: by compiled code
 (`kernels.cpu`), or by plain torch, which says what is computed. Where R and C are triangular, tiles
-on one anti-diagonal may go side by side, as they do on a GPU (`kernels.triton.feedback`).
+on one anti-diagonal may go side by side, as on a GPU (`kernels.triton.calibration.feedback`).
 
 Matrices are transposed here, [K, N]: the rows of one column are adjacent. A weight may have several
 blocks of N rows that know nothing of each other: [blocks, K, N].

@@ -18,7 +18,7 @@ Attention over cached latents in plain torch (DeepSeek-V2, arXiv 2405.04434, sec
 Scores are q^C_h W_h^UK c_t + q^R_h k^R_t. With the product q^C_h W_h^UK in the place of the query,
 all heads attend to one "key" [c_t, k^R_t] of a token and one "value" c_t, and W_h^UV is multiplied
 with what comes out: grouped-query attention with a single KV head, of which V is a part of K. That
-is how it is computed here, by `kernels.reference_attention` and with its promises.
+is how it is computed here, by the functions above and with their promises.
 
 The cache's integers are multiplied as they are: scales of the latent's channels and of the rotated
 key are folded into the queries, those of the latent into the output.

@@ -1,6 +1,6 @@
 """The plan of the house: which room stands on which, and that no import runs back down to up.
 
-    ptq          output < methods < result, recipe < plan < pipeline, peers, evaluate < search
+    ptq          text, output < methods < result, recipe < plan < pipeline, peers, evaluate < search
                  < report < sweep < commands
     inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
                  < parallel, speculate < engine < bench, server
@@ -48,7 +48,7 @@ FLOORS = {
     "formats": """
         errors strict
         cache_scheme namespace
-        command memory files pack scheme text_tokens hadamard
+        command memory files pack scheme chat_template text_tokens parent hadamard
         documents lock residual_rotation
         scale_table families
         published
@@ -73,7 +73,8 @@ FLOORS = {
         predict chat bench
         server""",
     "inference.server": """
-        settings messages page
+        settings measures page
+        messages
         schema stream
         tools open_requests
         engine_client arguments
@@ -85,7 +86,7 @@ FLOORS = {
         app
         command""",
     "ptq": """
-        version output
+        text version output
         methods
         result recipe
         plan
@@ -99,6 +100,7 @@ FLOORS = {
         __main__""",
 }
 CALIBRATE_MAY_USE = {
+    "formats.chat_template",
     "formats.text_tokens",
     "formats.errors",
     "formats.files",

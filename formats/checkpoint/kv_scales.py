@@ -8,7 +8,7 @@
 
 Source of the latter: compressed-tensors 0.17 to 0.20, `initialize_attn_qparams`.
 
-What a checkpoint says of sink tokens: how many there are, and the static scales of their rows.
+Sink tokens have static scales of their own, and their number in config.json:
 
     quant/sink_scales.safetensors   X.input_sink_scale [1], fp32, of each linear layer X whose input
                                     has a static scale

@@ -1,6 +1,6 @@
 """FP8, `quant_method: fp8`: in blocks, or with one scale a tensor or an output.
 
-    blocks of 128 x 128   `formats.foreign.fp8`; of other sizes only the values are read
+    blocks of 128 x 128   DeepSeek-V3's layout, below; of other sizes only the values are read
     no blocks             X.weight float8_e4m3fn [N, K]
                           X.weight_scale_inv [], a multiplier despite the name
                           X.activation_scale [], where inputs are static
@@ -11,8 +11,7 @@ of two; those of inputs, which others round up to such, are finer here.
 
 Source: transformers 5.23 `integrations/finegrained_fp8.py`, vLLM 0.33 `quantization/fp8.py`.
 
-The FP8 block layout of DeepSeek-V3, `quant_method: fp8`; written, and read by
-`formats.foreign.fp8`.
+The layout of DeepSeek-V3 in blocks is written, too:
 
     X.weight            float8_e4m3fn [N, K]
     X.weight_scale_inv  fp32 [ceil(N / 128), ceil(K / 128)]: a multiplier, despite the name

@@ -1,6 +1,6 @@
 """The layout in which gpt-oss is published, `quant_method: mxfp4`; read, and written back.
 
-Experts lie in parameters of all of them, in MXFP4 (`formats.mxfp4`), everything else in bf16:
+Experts lie in parameters of all of them, in MXFP4 (`formats.pack`), everything else in bf16:
 
     M.experts.gate_up_proj_blocks  uint8 [E, 2 I, H / 32, 16]    M.experts.gate_up_proj_scales
     M.experts.down_proj_blocks     uint8 [E, H, I / 32, 16]      M.experts.down_proj_scales

@@ -1,6 +1,6 @@
 """What the times of runs come to: speeds, ratios of runs that took turns, and their text.
 
-Models that take turns, A B A B ...: what the machine does meanwhile hits all alike.
+Models take turns, A B A B ..., so that what the machine does meanwhile hits all alike.
 """
 
 from __future__ import annotations

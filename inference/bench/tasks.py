@@ -31,7 +31,7 @@ from torch import Tensor
 from formats.errors import EngineError, RequestError
 from formats.scheme import Strict
 from formats.tokenizer import load_tokenizer
-from inference.cpu.layers import Batch
+from inference.cpu.batch import Batch
 from inference.cpu.loop import HostLoop
 from inference.engine import Engine
 

@@ -12,13 +12,15 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.memory import available_bytes, peak_rss_bytes
 from inference.config import EngineConfig
+from inference.cpu.batch import Batch
 from inference.cpu.chain import HostChain
 from inference.cpu.decoder import CpuDecoder, CpuLayer, forward_by_ops, run_block
-from inference.cpu.layers import Batch, CpuExperts, Linear, pack_linear
+from inference.cpu.layers import CpuExperts, Linear, pack_linear
 from inference.cpu.loop import HostLoop, forward_code, fuse
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, change_blocks
-from inference.models.network import Model, Network
+from inference.models.model import Model
+from inference.models.network import Network
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges

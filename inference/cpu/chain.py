@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.cpu.layers import plan_step
+from inference.cpu.batch import plan_step
 from inference.models.network import Catching, Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.sampler import draw_token

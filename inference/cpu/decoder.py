@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.cpu.layers import Batch, CpuExperts, Linear, attend_latents, route, sigmoid
+from inference.cpu.batch import Batch
+from inference.cpu.layers import CpuExperts, Linear, attend_latents, route, sigmoid
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.feed_forward import FeedForward, GatedMLP, MixtureOfExperts, by_expert

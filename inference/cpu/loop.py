@@ -1,8 +1,6 @@
 """The engine's steps where tokens are chosen on the host; `inference.gpu.loop` is its twin.
 
-A decoder as one call of the compiled CPU kernels.
-
-A step of transformers' code on a CPU, op by op.
+A step is one call of the compiled kernels (`fuse`), or op by op; of transformers' code `CodeStep`.
 """
 
 from __future__ import annotations
@@ -16,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inference.cpu.batch import Batch, plan_step
 from inference.cpu.decoder import CpuDecoder, CpuLayer
-from inference.cpu.layers import Batch, Linear, plan_step
+from inference.cpu.layers import Linear
 from inference.models.feed_forward import GatedMLP
 from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests

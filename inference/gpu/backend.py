@@ -20,12 +20,13 @@ from inference.gpu.feed_forward import as_one
 from inference.gpu.invariant import invariant_decoder
 from inference.gpu.layers import GpuLinear, pack_linear
 from inference.gpu.loop import DeviceLoop
+from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, ran_out
 from inference.gpu.runner import GpuRunner
-from inference.gpu.sizes import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, ran_out
 from inference.gpu.warn_once import warnings_together
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, change_blocks
-from inference.models.network import Model, Network
+from inference.models.model import Model
+from inference.models.network import Network
 from inference.models.parts import Layer
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests

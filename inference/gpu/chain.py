@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference.gpu.decoder import GpuBatch
+from inference.gpu.fields import Arrays, Fields, HostBlocks, Shape
 from inference.gpu.layers import workspace_on
-from inference.gpu.sizes import Arrays, Fields, HostBlocks, Shape, decodes_of
+from inference.gpu.sizes import decodes_of
 from inference.models.network import Catching, Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from kernels.attention_inputs import KV_BLOCK, KVPool

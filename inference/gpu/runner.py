@@ -27,24 +27,11 @@ from inference.gpu.code_step import asks_host, forward_code
 from inference.gpu.decoder import GpuBatch, GpuDecoder, forward
 from inference.gpu.edit_tables import EditTables
 from inference.gpu.feed_forward import as_one
+from inference.gpu.fields import Fields, HostBlock, HostBlocks
 from inference.gpu.layers import workspace_on
+from inference.gpu.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
 from inference.gpu.ranks import StepRanks
-from inference.gpu.sizes import (
-    OF_STEPS,
-    Fields,
-    HostBlock,
-    HostBlocks,
-    Size,
-    WholeSize,
-    decodes_of,
-    free_bytes,
-    memory_for,
-    padded_sizes,
-    ran_out,
-    size_of,
-    too_small,
-    whole_size,
-)
+from inference.gpu.sizes import Size, WholeSize, decodes_of, padded_sizes, size_of, whole_size
 from inference.gpu.steps import (
     StepPlan,
     places,

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference.gpu.edit_tables import NewEdits
-from inference.gpu.sizes import Arrays, Shape, Size, WholeSize
+from inference.gpu.fields import Arrays, Shape
+from inference.gpu.sizes import Size, WholeSize
 from inference.scheduling.batch import Ints
 from inference.scheduling.sequence import Draw
 from inference.scheduling.work import Work, lay_out

@@ -8,7 +8,7 @@ cos and sin by a factor: linear, Llama 3's, YaRN's (arXiv 2309.00071) and LongRo
 The tables are as wide as a head, in the layout of two halves: pair i turns at i and i + D / 2, and
 where fewer than D channels turn, cos is 1 and sin 0 for the rest. How heads are stored (pairs side
 by side, turning channels first) is made into that layout when weights are read
-(`fold_rows` below). Models whose kinds of layers turn by angles of their own have a rotation for
+(`held_heads`). Models whose kinds of layers turn by angles of their own have a rotation for
 each (Gemma 3, OLMo 3), and layers that do not turn have one of no channels (SmolLM3).
 
 LongRoPE has frequencies for sequences within the length that a model was first trained on, and
@@ -17,10 +17,8 @@ leaves the keys that are cached until then turned by the old ones. Here one of t
 model as it is loaded: the short ones where no request may be longer than that length
 (`EngineConfig.max_model_len`), else the long ones, for short requests too.
 
-What of a description is folded into tensors where they are read, so that nothing that runs them
-has to know of it.
-
-Rotation turns pairs of channels i and i + D / 2 of a whole head (`inference.models.rotary`). Heads
+It is folded into tensors where they are read, so that nothing that runs them has to know of it.
+Rotation turns pairs of channels i and i + D / 2 of a whole head. Heads
 that are stored otherwise - pairs side by side, turning channels before those that do not - have
 their channels put in that order: the rows of q and k with their scales, zero points and biases, the
 weights of norms over heads or whole projections, and the scales of K's channels in the cache. q and

@@ -29,7 +29,7 @@ from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape
-from inference.models.network import Model
+from inference.models.model import Model
 from inference.models.read import StoredLinear
 from inference.models.shapes import check_shapes
 from inference.parallel import torchrun

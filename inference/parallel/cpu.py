@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from inference.backend import Backend
+from inference.cpu.batch import Batch
 from inference.cpu.decoder import CpuDecoder, forward_by_ops
-from inference.cpu.layers import Batch, CpuExperts, Linear, pack_linear, static_integers
+from inference.cpu.layers import CpuExperts, Linear, pack_linear, static_integers
 from inference.cpu.loop import HostLoop
 from inference.models.read import StoredLinear
 from inference.parallel.group import GlooGroup, Group

@@ -18,7 +18,7 @@ import torch
 from formats.checkpoint.read import Checkpoint
 from inference.backend import Backend
 from inference.config import EngineConfig
-from inference.cpu.layers import Batch
+from inference.cpu.batch import Batch
 from inference.gpu.sizes import Size, WholeSize
 
 LOADING = "loading its part of the model"

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
-from formats.text_tokens import render_chat
+from formats.chat_template import render_chat
 
 Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]

@@ -1,7 +1,4 @@
-"""What is asked of the engine, and what it answers.
-
-What a step of the engine gave, for whoever drives it step by step.
-"""
+"""What is asked of the engine, and what it answers: a request's output, and a step's result."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ short ones starves it. A step of short prompts that leave room it leaves to them
 long as its tokens, and theirs are waited for. In every other such step it takes all the room, which
 gives it half of the time, too.
 
-How many tokens of prompts a step has time for, by what past steps took.
+`PromptRate` says how many tokens of prompts a step has time for, by what past steps took.
 """
 
 from __future__ import annotations

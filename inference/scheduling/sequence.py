@@ -1,6 +1,6 @@
 """The tokens of one request, and what a batch has to know of it beside them.
 
-Requests that wait after each token for a client of the engine to choose the next.
+`Held` requests wait after each token for a client of the engine to choose the next.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from formats.errors import PTQError
 from inference.server.engine_client import ServedEngine
 from inference.server.generation.served_model import ServedModel
 from inference.server.http import openapi
-from inference.server.http.body import ApiError, api_error
+from inference.server.http.errors import ApiError, api_error
 from inference.server.http.middleware import KeyCheck, RequestLog, RootPath
 from inference.server.http.responses import Refusal
 from inference.server.page.route import chat_page
-from inference.server.routes import about, chat, completions, responses
+from inference.server.routes import about, chat, completions, responses, tokens
 from inference.server.schema.chat import ChatBody
 from inference.server.schema.completions import (
     CompletionBody,
@@ -44,9 +44,9 @@ ROUTES: list[tuple[str, str, Handler, type[BaseModel] | None, tuple[str, ...]]] 
     ("POST", "/v1/completions", completions.complete, CompletionBody, (JSON, EVENTS)),
     ("POST", "/v1/chat/completions", chat.chat, ChatBody, (JSON, EVENTS)),
     ("POST", "/v1/responses", responses.respond, ResponsesBody, (JSON, EVENTS)),
-    ("POST", "/tokenize", about.tokenize, TokenizeBody, (JSON,)),
-    ("POST", "/detokenize", about.detokenize, DetokenizeBody, (JSON,)),
-    ("GET", "/tokenizer_info", about.tokenizer_info, None, (JSON,)),
+    ("POST", "/tokenize", tokens.tokenize, TokenizeBody, (JSON,)),
+    ("POST", "/detokenize", tokens.detokenize, DetokenizeBody, (JSON,)),
+    ("GET", "/tokenizer_info", tokens.tokenizer_info, None, (JSON,)),
     ("POST", "/generate", completions.generate, GenerateBody, (JSON, EVENTS)),
     ("POST", "/generate/stream", completions.generate_stream, GenerateBody, (EVENTS,)),
 ]

@@ -27,7 +27,7 @@ from formats.stored.folder import read_config
 from formats.stored.other_kinds import locate_model
 from inference.server.arguments import KEY, parser, queue_limits, sizes
 from inference.server.data_parallel.fleet import EngineFleet
-from inference.server.data_parallel.router import places, usable_cores
+from inference.server.data_parallel.placement import places, usable_cores
 from inference.server.engine.process import EngineProcess, EngineSource
 from inference.server.engine_client import EngineClient, ServedEngine
 from inference.server.messages import EngineInfo

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamParams, Hypothesis
 from inference.requests.request import FinishReason, SamplingParams, check_prompt, check_tokens
+from inference.server.measures import Measures
 from inference.server.messages import (
     Abort,
     BeamDone,
@@ -23,7 +24,6 @@ from inference.server.messages import (
     EngineStats,
     Failed,
     FromEngine,
-    Measures,
     Ready,
     Refused,
     Step,

@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from inference.server.engine_client import EngineClient, ServedEngine
-from inference.server.messages import WHOLE, Histogram
+from inference.server.measures import WHOLE, Histogram
 
 METHODS = ("GET", "POST", "HEAD", "OPTIONS")
 LABELS = ("model_name", "engine")

@@ -7,7 +7,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from inference.server.messages import Measures, Step
+from inference.server.measures import Measures
+from inference.server.messages import Step
 from inference.server.stream import DeltaStream
 
 

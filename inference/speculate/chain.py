@@ -20,7 +20,8 @@ from inference.backend import Backend
 from inference.config import EngineConfig
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, clear_blocks
-from inference.models.network import Catching, Chain, Model, Network
+from inference.models.model import Model
+from inference.models.network import Catching, Chain, Network
 from inference.models.parts import Layer
 from inference.proposers import Proposer
 from inference.scheduling.batch import Ints, RunningBatch

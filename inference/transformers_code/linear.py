@@ -3,16 +3,14 @@
 Layers that read one tensor run as one: the first that is called with it computes them all, and the
 others take their part when they are called with the same tensor.
 
-Experts inside transformers' code: each runs once, on the rows that its router chose for it.
+Experts run once each, on the rows that their router chose for them.
 
-Rotary embeddings inside transformers' code whose frequencies depend on how long a sequence is.
-
-transformers changes such frequencies when the longest sequence of a batch grows past a length: in a
-batch of several requests that would turn the keys of one by the length of another. Here they are
-chosen once, when the model is loaded, as `inference.models.rotary` documents: LongRoPE's short ones
-where no request may be longer than the length that the model was first trained on, else the long
-ones; those of dynamic NTK scaling are the first ones, since no request is longer than the model's
-positions.
+Frequencies of rotary embeddings may depend on how long a sequence is. transformers changes them
+when the longest sequence of a batch grows past a length: in a batch of several requests that would
+turn the keys of one by the length of another. Here they are chosen once, when the model is loaded,
+as `inference.models.rotary` documents: LongRoPE's short ones where no request may be longer than
+the length that the model was first trained on, else the long ones; those of dynamic NTK scaling are
+the first ones, since no request is longer than the model's positions.
 """
 
 from __future__ import annotations

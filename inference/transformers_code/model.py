@@ -24,7 +24,7 @@ from formats.modeling.layers import positions_of, structure_of
 from formats.modeling.structure import Structure
 from formats.namespace import later
 from inference.models.layers import LayerFactory
-from inference.models.network import KVHeads
+from inference.models.model import KVHeads
 from inference.transformers_code.attention import TAKEN, Step, running
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ else:  # transformers' code of models takes seconds, and declared families run w
 
 @dataclass(frozen=True)
 class CodeShape:
-    """Shape of a decoder as its code has it; see `inference.models.network.ModelShape`.
+    """Shape of a decoder as its code has it; see `inference.models.model.ModelShape`.
 
     Attributes:
         structure: Names of its parts.

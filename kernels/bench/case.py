@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.bench.peers.torch_peers import Published, source
+from kernels.bench.peers.published import Published, source
 from kernels.bench.shapes import Shape
 from kernels.bench.timing import CLOCKS
 

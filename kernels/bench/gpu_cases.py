@@ -7,7 +7,7 @@ from itertools import islice
 
 import torch
 
-from kernels.bench import gpu_attention, gpu_linear, gpu_rows
+from kernels.bench import gpu_attention, gpu_latent, gpu_linear, gpu_rows
 from kernels.bench.case import BenchCase
 from kernels.bench.draw import FP8
 from kernels.bench.shapes import (
@@ -97,8 +97,8 @@ def of_attention_kinds(workspace: Workspace) -> Iterator[BenchCase]:
     for heads in (16, 128):
         for dtype in (torch.int8, torch.bfloat16):
             for sequences, context in (*KINDS_DECODE, (64, 4096)):
-                yield gpu_linear.latents(sequences, context, workspace, dtype, heads)
-            yield gpu_linear.latents(1, 4096, workspace, dtype, heads, new=1024)
+                yield gpu_latent.latents(sequences, context, workspace, dtype, heads)
+            yield gpu_latent.latents(1, 4096, workspace, dtype, heads, new=1024)
 
 
 def of_fused_table() -> Iterator[BenchCase]:

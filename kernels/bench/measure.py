@@ -22,7 +22,8 @@ from kernels.bench.case import (
     notes,
     to_json,
 )
-from kernels.bench.peers.torch_peers import Peers, published
+from kernels.bench.peers.published import published
+from kernels.bench.peers.run import Peers
 from kernels.bench.shapes import Gemm, Selection
 from kernels.bench.timing import CLOCKS
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from formats.command import CommandParser
 from formats.namespace import later
 from formats.stored.other_kinds import locate_model
-from ptq.commands.next_steps import add_quiet
+from ptq.commands.arguments import add_quiet
 from ptq.convert import FLOAT_TYPES, TARGETS
 
 if TYPE_CHECKING:

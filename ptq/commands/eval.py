@@ -23,8 +23,8 @@ from formats.errors import RequestError
 from formats.files import replace_file
 from formats.namespace import later
 from inference.arguments import add_engine_arguments, open_engine
-from ptq.commands.next_steps import add_quiet
-from ptq.output import format_table, typed_path
+from ptq.commands.arguments import add_quiet
+from ptq.text import format_table, typed_path
 
 if TYPE_CHECKING:
     from ptq.evaluate import evaluation, figures

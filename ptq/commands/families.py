@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from formats.command import CommandParser
 from formats.families.table import COLUMNS, DOCUMENT, read_table
-from ptq.output import typed_path
+from ptq.text import typed_path
 
 
 def parser() -> argparse.ArgumentParser:

@@ -21,11 +21,12 @@ from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.lock import output_locked
 from formats.namespace import later
-from ptq.commands.next_steps import add_quiet, add_recipe_arguments, overrides_of
-from ptq.output import PEERS_FILE, format_table, typed_path
+from ptq.commands.arguments import add_quiet, add_recipe_arguments, overrides_of
+from ptq.output import PEERS_FILE
 from ptq.recipe.draft import Override
 from ptq.recipe.peers import QUANTIZERS
 from ptq.recipe.reading import LoadedRecipe, read_recipe
+from ptq.text import format_table, typed_path
 
 if TYPE_CHECKING:
     import ptq.plan.plan as planning

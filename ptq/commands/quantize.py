@@ -24,7 +24,7 @@ from formats.errors import RecipeError
 from formats.hub import is_hub_id
 from formats.stored.other_kinds import locate_model
 from ptq.commands import run
-from ptq.commands.next_steps import add_quiet, add_settings
+from ptq.commands.arguments import add_quiet, add_settings
 from ptq.recipe.budget import LIMITS, Target
 from ptq.recipe.own_model import (
     OTHER_NAMES,

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from formats.command import CommandParser
 from formats.lock import output_locked
 from formats.namespace import later
-from ptq.commands.next_steps import add_quiet
-from ptq.output import RECIPE_FILE, format_table, require_run, typed_path
+from ptq.commands.arguments import add_quiet
+from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.reading import output_override, read_recipe
+from ptq.text import format_table, typed_path
 
 if TYPE_CHECKING:
     import ptq.plan.plan as planning

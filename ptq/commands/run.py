@@ -18,16 +18,11 @@ from formats.errors import RecipeError
 from formats.hub import hide_progress
 from formats.lock import output_locked
 from formats.namespace import later, require_own_packages
-from ptq.commands.next_steps import (
-    add_quiet,
-    add_recipe_arguments,
-    checkpoint_lines,
-    forced_command,
-    next_commands,
-    overrides_of,
-)
-from ptq.output import RECIPE_FILE, REPORT_FOLDER, format_table, is_taken, typed_path
+from ptq.commands.arguments import add_quiet, add_recipe_arguments, overrides_of
+from ptq.commands.next_steps import checkpoint_lines, forced_command, next_commands
+from ptq.output import RECIPE_FILE, REPORT_FOLDER, is_taken
 from ptq.recipe.reading import LoadedRecipe, read_recipe
+from ptq.text import format_table, typed_path
 
 if TYPE_CHECKING:
     import ptq.plan.plan as planning

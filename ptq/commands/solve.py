@@ -23,11 +23,13 @@ from formats.command import CommandParser
 from formats.errors import RecipeError
 from formats.lock import output_locked, refuse_busy
 from formats.namespace import later
-from ptq.commands.next_steps import add_quiet, checkpoint_lines, next_commands
-from ptq.output import RECIPE_FILE, require_run, typed_path
+from ptq.commands.arguments import add_quiet
+from ptq.commands.next_steps import checkpoint_lines, next_commands
+from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.own_model import is_shipped
 from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
 from ptq.recipe.schema import Recipe
+from ptq.text import typed_path
 
 if TYPE_CHECKING:
     import ptq.plan.plan as planning

@@ -20,11 +20,11 @@ from formats.command import CommandParser, bar, count
 from formats.files import replace_file
 from formats.lock import output_locked
 from formats.namespace import later
-from ptq.commands.next_steps import add_quiet
-from ptq.output import duration_text, typed_path
+from ptq.commands.arguments import add_quiet
 from ptq.sweep.pools import LocalPool, RayPool
 from ptq.sweep.spec import read_spec
 from ptq.sweep.tasks import Outcome, Task, left_to_run, plan_tasks
+from ptq.text import duration_text, typed_path
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """The original and the quantized model compared on one device or several, each with both models.
 
-Where both models run to be compared.
+`report_devices` says where both run.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from typing import Any
 from datasets import Dataset
 
 from calibrate.sources import stdlib_documents
-from ptq.evaluate.engine_lm import FUNCTIONS, passes
+from ptq.evaluate.functions import FUNCTIONS, passes
 
 ITEMS = 200  # of a task, where its source has so many
 CONTEXT = 1200  # characters before what is asked

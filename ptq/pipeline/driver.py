@@ -30,14 +30,7 @@ from formats.scale_table import ScaleEntry, ScaleTable
 from formats.tokenizer import load_tokenizer
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.methods.common.stored_layers import kept_layers
-from ptq.output import (
-    CHECKPOINT_FOLDER,
-    RECIPE_FILE,
-    RESULT_FILE,
-    RESUME_FOLDER,
-    STATISTICS_FILE,
-    typed_path,
-)
+from ptq.output import CHECKPOINT_FOLDER, RECIPE_FILE, RESULT_FILE, RESUME_FOLDER, STATISTICS_FILE
 from ptq.pipeline.artifact import (
     FISHER_FOLDER,
     HESSIANS_FOLDER,
@@ -47,17 +40,17 @@ from ptq.pipeline.artifact import (
     keep_moments,
     save_moments,
 )
+from ptq.pipeline.device import fast_products
 from ptq.pipeline.emit import emit_rest
 from ptq.pipeline.found import Found
 from ptq.pipeline.gradients import GradientStore
 from ptq.pipeline.head import solve_head
 from ptq.pipeline.key import gradients_key, key_of, run_facts, seen_key
 from ptq.pipeline.live import LiveTable
-from ptq.pipeline.measure import fast_products
-from ptq.pipeline.passes import Behind
 from ptq.pipeline.resume import ResumableRun, SolvedBlock, discard
 from ptq.pipeline.solvable import check_solvable
 from ptq.pipeline.solver import BlockSolver
+from ptq.pipeline.writing import BackgroundWriter
 from ptq.plan.modules import head_weight, shard_bytes
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
@@ -68,6 +61,7 @@ from ptq.result import (
     QuantizationResult,
     Stopwatch,
 )
+from ptq.text import typed_path
 
 
 def quantize(
@@ -178,7 +172,7 @@ class _Driver:
         if self.keeps_moments and not self.resumed:
             expect_moments(output / RESUME_FOLDER)
         self.gradients = GradientStore(output, gradients_key(plan, self.model, facts))
-        self.behind = Behind()
+        self.background = BackgroundWriter()
         self.statistics = Statistics()
         self.found: dict[str, dict[str, dict[str, Tensor]]] = {}
         self.entries: list[ScaleEntry] = []
@@ -193,9 +187,9 @@ class _Driver:
         stream = self.solver.stream
         self._settle_sinks(sequences)
         writing = self._writer(force or self.resumed > 0)
-        with closing(self.store), writing as writer, self.behind:
+        with closing(self.store), writing as writer, self.background:
             head = None if self.plan.head is None else head_weight(self.model)
-            self.behind.put(partial(emit_rest, writer, self.model, stream.blocks, without=head))
+            self.background.put(partial(emit_rest, writer, self.model, stream.blocks, without=head))
             if self.artifact is None:
                 self.solver.run_backward(sequences, self.gradients, progress=progress)
                 self.solver.start(sequences)
@@ -218,7 +212,7 @@ class _Driver:
                 self._block(index, name, writer)
             table = ScaleTable(entries=tuple(self.entries))
             with self.watch.phase("write"):
-                self.behind.wait()
+                self.background.wait()
                 writer.finish(table)
         return table
 

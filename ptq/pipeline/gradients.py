@@ -31,7 +31,7 @@ from formats.errors import CheckpointError
 from formats.files import fsync_path, replace_file, writing
 from formats.stored.safetensors_files import write_tensors
 from ptq.output import GRADIENTS_FOLDER
-from ptq.pipeline.passes import Behind
+from ptq.pipeline.writing import BackgroundWriter
 from ptq.plan.footprint import KEPT_MOMENTS
 
 MARK = "gradients.json"
@@ -97,14 +97,14 @@ class GradientStore:
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
 
-        behind = Behind()
+        writer = BackgroundWriter()
 
         def found(name: str, gradients: BlockGradients) -> None:
-            behind.put(lambda: self._write(name, gradients))
+            writer.put(lambda: self._write(name, gradients))
 
         steps = bar(title="Backward", unit="block", total=2 * len(stream.blocks), shown=progress)
         inputs = KeptInputs(self._folder if states > IN_MEMORY else None)
-        with steps, closing(inputs), behind:
+        with steps, closing(inputs), writer:
             backward(
                 stream,
                 sequences,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from formats.command import say
 from formats.scale_table import ScaleEntry
-from ptq.output import decibel, percent, size_text
 from ptq.result import BlockRow, ModuleRow
+from ptq.text import decibel, percent, size_text
 
 HEAD = ("block", "worst layer", "SQNR", "of rounding", "clipped", "seconds", "memory")
 WIDTH = 12

@@ -2,15 +2,12 @@
 
 A layer whose input stays in float loses E[(e x)^2] = e H e^T for each row e of its weight's error:
 where a method has asked for H = E[x x^T], that tells its error on all samples, and none run again.
-
-Where blocks are run and solved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -23,14 +20,15 @@ from kernels.numerics import TYPES, fake_quantize
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
 from ptq.methods.common.moments import output_errors
-from ptq.plan.devices import on_gpu
 from ptq.plan.footprint import COMPARED
-from ptq.recipe.schema import Recipe
 from ptq.result import ModuleRow
 
 WORSE_DB = 0.1  # a layer noisier than its baseline by more is an event
 
+
 CACHES: tuple[CacheRole, CacheRole] = ("k_cache", "v_cache")
+
+
 Powers = tuple[float, float]  # of a signal and of its error
 
 
@@ -185,29 +183,3 @@ def _ratio_db(powers: list[Powers]) -> float | None:
     if noise == 0.0:
         return None
     return 10.0 * math.log10(signal / noise) if signal > 0.0 else 0.0
-
-
-def devices_of(recipe: Recipe) -> list[torch.device]:
-    """Where blocks are run and solved; that the devices are here, the plan has checked."""
-    kind, chosen = "cuda" if on_gpu(recipe) else "cpu", recipe.device
-    if isinstance(chosen, str):
-        return [torch.device(kind)]
-    if chosen.gpus is None:
-        return [torch.device(kind)] * (chosen.cpus or 1)
-    return [torch.device(kind, index) for index in range(chosen.gpus)]
-
-
-def device_of(recipe: Recipe) -> torch.device:
-    """The first of them, or the only one."""
-    return devices_of(recipe)[0]
-
-
-@contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """On a GPU, let products of fp32 matrices run in TF32: far faster, and finer than bf16."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

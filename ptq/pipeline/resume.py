@@ -47,7 +47,7 @@ from ptq.methods.common.events import Event, SmoothingRow
 from ptq.output import PROGRESS_FILE, RESUME_FOLDER
 from ptq.pipeline.gradients import discard_gradients
 from ptq.pipeline.key import differences
-from ptq.pipeline.passes import Behind
+from ptq.pipeline.writing import BackgroundWriter
 from ptq.result import BlockRow, ModuleRow
 
 MOST_TOLD = 6  # settings in which two runs differ
@@ -127,7 +127,7 @@ class ResumableRun:
     ) -> None:
         self._folder, self._key = output / RESUME_FOLDER, key
         self._total, self._facts = total, dict(facts or {})
-        self._behind = Behind()
+        self._background = BackgroundWriter()
         self.done = self._solved = 0
         self._due = 0.0
         self.left = Progress.read(output)
@@ -174,12 +174,12 @@ class ResumableRun:
         """
         hidden = {f"float/{i}": state for i, state in enumerate(states)}
         hidden |= {f"quantized/{i}": state for i, state in enumerate(quantized or ())}
-        self._behind.put(partial(self._save, self._solved, solved, hidden))
+        self._background.put(partial(self._save, self._solved, solved, hidden))
         self._solved += 1
 
     def wait(self) -> None:
         """Wait for what is being written; raises what went wrong with it."""
-        self._behind.wait()
+        self._background.wait()
 
     def close(self) -> None:
         """`wait`, and take no more.
@@ -187,7 +187,7 @@ class ResumableRun:
         Raises:
             CheckpointError: it could not be written.
         """
-        self._behind.close()
+        self._background.close()
 
     def _save(self, index: int, solved: SolvedBlock, hidden: dict[str, Tensor]) -> None:
         self._save_block(self._name(index), solved)

@@ -12,12 +12,12 @@ from formats.errors import RecipeError
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MethodSpec
 from ptq.methods.registry import block_methods
-from ptq.output import size_text, typed_path
 from ptq.pipeline.artifact import FISHER_FOLDER, HESSIANS_FOLDER, Artifact, moments_file
 from ptq.pipeline.key import seen_key
 from ptq.plan.footprint import KEPT_MOMENTS, Schedule
 from ptq.plan.plan import Plan
 from ptq.recipe.schema import Recipe
+from ptq.text import size_text, typed_path
 
 
 def check_solvable(artifact: Artifact, plan: Plan) -> None:

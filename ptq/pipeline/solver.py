@@ -27,6 +27,7 @@ from ptq.methods.common.rounding import round_to_nearest
 from ptq.methods.common.spec import MethodSpec, Stage
 from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact
+from ptq.pipeline.device import devices_of
 from ptq.pipeline.emit import (
     block_tensors,
     cache_tensors,
@@ -35,7 +36,7 @@ from ptq.pipeline.emit import (
     sink_tensors,
 )
 from ptq.pipeline.gradients import GradientStore, run_backward
-from ptq.pipeline.measure import Ratios, devices_of, measure, module_rows
+from ptq.pipeline.measure import Ratios, measure, module_rows
 from ptq.pipeline.passes import block_work, observe, quantized_outputs
 from ptq.pipeline.resume import BlockRecord, SolvedBlock
 from ptq.pipeline.team import Team

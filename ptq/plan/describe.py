@@ -1,6 +1,6 @@
 """A plan as `ptq check` shows it: what a run would do to each layer, and what it would take.
 
-What a recipe does to each module, step by step: the lines of `ptq explain`.
+`ptq explain` shows what a recipe does to each module, step by step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from formats.errors import RequestError
 from formats.families.names import any_expert, expert_of, split_name
 from formats.memory import rss_bytes
 from formats.published.known import is_turned
-from ptq.output import duration_text, is_taken, matches, size_text
+from ptq.output import is_taken
 from ptq.plan.modules import HEAD_STAGES, ModulePlan
 from ptq.plan.plan import Plan
 from ptq.recipe.budget import BudgetSpec
+from ptq.text import duration_text, matches, size_text
 
 PHASES = 4  # that are named, the longest
 

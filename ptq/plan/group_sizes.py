@@ -18,10 +18,10 @@ import torch
 
 from formats.checkpoint.targets import layer_targets
 from formats.scheme import AUTO, BLOCK, GROUP_SIZES, LayerScheme, Scheme, WeightSpec, either
-from ptq.output import size_text
 from ptq.plan.modules import ModulePlan
 from ptq.plan.preflight import weight_bytes
 from ptq.recipe.schema import LayersSpec, Recipe
+from ptq.text import size_text
 
 Owner = int | None  # the entry of `layers` that decides on a layer; None for the recipe's scheme
 Members = Mapping[tuple[Owner, LayerScheme], Sequence[ModulePlan]]

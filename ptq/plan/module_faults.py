@@ -2,7 +2,7 @@
 
 What is wrong with many layers in the same way is told once, with their number and the first names.
 
-What is wrong with how a recipe quantizes the cache of a model.
+The same of the cache: how a recipe quantizes it, and what the model has.
 """
 
 from __future__ import annotations

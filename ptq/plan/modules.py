@@ -6,7 +6,7 @@ A head may be the embedding (tied). Where it is quantized then, its integers are
 holds them once, as the head's, and has no embedding of its own. The method `untie` gives the head a
 tensor of its own first, and leaves the embedding in float.
 
-The sizes of a decoder block that time and memory follow from; known from headers alone.
+`block_shapes` has the sizes of decoder blocks that time and memory follow from, by headers alone.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Nothing here reads a weight: shapes come from the headers of the checkpoint's files and from
 transformers' own modelling code on the meta device.
 
-The pre-flight check of a recipe's peers: interpreters and packages that are not there.
+A recipe's peers are checked, too: interpreters and packages that are not there.
 """
 
 from __future__ import annotations

@@ -1,25 +1,26 @@
-"""A budget: how much accuracy a model may lose, or how many bytes it may take.
-
-Whether the methods of a recipe fit each other and its scheme.
-"""
+"""A budget: how much accuracy a model may lose, or how many bytes it may take."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from formats.scheme import LayerScheme, Scheme
 from formats.strict import Strict
-from ptq.methods.common.spec import MethodSpec, Stage
-from ptq.methods.registry import METHODS
 
 Target = Literal["cpu", "gpu", "vllm"]
+
+
 LIMITS = ("kl", "perplexity_ratio", "bytes", "bits")
+
+
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
 _SIZE = re.compile(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -97,65 +98,3 @@ class BudgetSpec(Strict):
         """The limit as it is typed: `kl=0.01`."""
         name, value = self.limit
         return f"{name}={value:g}" if name != "bytes" else f"bytes={value:.0f}"
-
-
-def method_fault(
-    methods: Sequence[MethodSpec], scheme: Scheme, layers: Sequence[LayerScheme]
-) -> str | None:
-    """What is wrong with a recipe's list of methods, with the way out; None where it is right.
-
-    Args:
-        methods: In the order given.
-        scheme: Of the recipe.
-        layers: Of linear layers that have a scheme of their own.
-    """
-    names = ", ".join(method.name for method in methods) or "none"
-    if len({method.name for method in methods}) < len(methods):
-        return f"found {names}; give each method once"
-    if scheme.weights is not None:
-        found = _rounding_fault(methods, names, scheme)
-    elif not all(method.fits_cache_alone for method in methods):
-        fitting = " or ".join(name for name, spec in METHODS.items() if spec.fits_cache_alone)
-        found = (
-            f"found {names}, but the scheme {scheme.wac} leaves weights and activations in "
-            f"floating point; remove the methods but {fitting}, or quantize weights"
-        )
-    else:
-        found = None
-    misfits = (method.misfit(scheme, (scheme, *layers)) for method in methods)
-    return found or next(filter(None, misfits), None) or _order_fault(methods, names)
-
-
-def _rounding_fault(methods: Sequence[MethodSpec], names: str, scheme: Scheme) -> str | None:
-    """One method must hand over quantized weights; only what refines them may follow it."""
-    solving = list(methods)
-    while solving and solving[-1].stage == Stage.REFINE:
-        solving.pop()
-    if [method.stage for method in methods].count(Stage.ROUND) == 1:
-        return None  # if it does not stand at the end, their order is wrong
-    if not solving or solving[-1].stage != Stage.ROUND:
-        rounding, refining = (
-            " or ".join(name for name, spec in METHODS.items() if spec.stage == stage)
-            for stage in (Stage.ROUND, Stage.REFINE)
-        )
-        return (
-            f"found {names}; the scheme {scheme.wac} quantizes weights, and the last method must "
-            f"do so: end the list with {rounding}, which {refining} may follow"
-        )
-    early = [method.name for method in solving[:-1] if method.stage >= Stage.ROUND]
-    if not early:
-        return None
-    return (
-        f"found {names}; {early[0]} hands over quantized weights, which {solving[-1].name} cannot "
-        "solve again: keep one of them"
-    )
-
-
-def _order_fault(methods: Sequence[MethodSpec], names: str) -> str | None:
-    right = sorted(methods, key=lambda method: method.stage)
-    if right == list(methods):
-        return None
-    return (
-        f"found {names}; each method must leave alone what those before it have made: the order "
-        f"is {', '.join(method.name for method in right)}"
-    )

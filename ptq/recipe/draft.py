@@ -1,6 +1,6 @@
 """A recipe on its way from text to a checked model: short forms, overrides, paths, problems.
 
-Short forms of a recipe's values: names of presets, methods and peers; true or false.
+Short forms are names of presets, methods and peers, or true and false:
 
     scheme: a8w8c8                     # what `formats.scheme.PRESETS` holds under that name, in
                                        # the largest groups that fit each layer

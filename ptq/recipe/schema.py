@@ -55,7 +55,8 @@ from formats.scheme import LayerScheme, Scheme, Strict
 from formats.stored.folder import MOST_SINKS
 from formats.stored.other_kinds import locate_model
 from ptq.methods.registry import AnyMethod
-from ptq.recipe.budget import BudgetSpec, method_fault
+from ptq.recipe.budget import BudgetSpec
+from ptq.recipe.method_list import method_fault
 from ptq.recipe.peers import PeerChoice
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]

@@ -1,6 +1,6 @@
 """What a report holds: the data behind its pages, and `report.json` itself.
 
-What a report was made of, when and with what: enough to make it again.
+`Provenance` says what it was made of, when and with what: enough to make it again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ptq.peers.measure import PeerRow
 from ptq.plan.plan import ModelSummary
 from ptq.recipe.schema import Recipe, ThresholdsSpec
 from ptq.report.known import MARGIN, Known, least
-from ptq.report.measured.attribution import Attribution, Completion
+from ptq.report.measured.attribution import Attribution
+from ptq.report.measured.completions import Completion
 from ptq.report.outliers import OutlierRow
 from ptq.result import CalibrationSummary, QuantizationRecord
 from ptq.search.record import BudgetRecord

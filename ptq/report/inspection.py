@@ -14,8 +14,9 @@ from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RequestError
 from formats.scheme import Scheme, Strict
-from ptq.output import STATISTICS_FILE, decibel, matches, scale_text, size_text
+from ptq.output import STATISTICS_FILE
 from ptq.report.outliers import OutlierRow, activation_outliers, by_ratio, weight_outliers
+from ptq.text import decibel, matches, scale_text, size_text
 
 
 class SizeRow(Strict):

@@ -42,7 +42,8 @@ from ptq.report.data import (
     provenance_of,
 )
 from ptq.report.known import nearest
-from ptq.report.measured.attribution import Attribution, attribute, complete, references
+from ptq.report.measured.attribution import Attribution, attribute, references
+from ptq.report.measured.completions import complete
 from ptq.report.measured.unrounded import UnroundedCheckpoint, is_the_original
 from ptq.report.outliers import activation_outliers
 from ptq.report.parts.peers import method_names

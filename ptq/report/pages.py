@@ -14,17 +14,13 @@ from ptq.report.page.html import html_page
 from ptq.report.page.section import Point, Section, Table, Top, markdown_page
 from ptq.report.parts.accuracy import divergence_section, perplexity_section
 from ptq.report.parts.activations import activations_section
-from ptq.report.parts.cost import (
-    completions_section,
-    provenance_section,
-    recipe_section,
-    run_section,
-    scales_section,
-    size_and_speed_section,
-    tasks_section,
-)
+from ptq.report.parts.budget import budget_section
+from ptq.report.parts.completions import completions_section
+from ptq.report.parts.cost import size_and_speed_section
 from ptq.report.parts.loss import cache_section, layers_section, loss_section
-from ptq.report.parts.peers import budget_section, peers_section
+from ptq.report.parts.peers import peers_section
+from ptq.report.parts.run import provenance_section, recipe_section, run_section, scales_section
+from ptq.report.parts.tasks import tasks_section
 from ptq.report.summary import check_rows, summary_rows
 from ptq.report.verdict import verdict_of
 

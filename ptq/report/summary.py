@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ptq.output import percent, size_text
 from ptq.report.data import LABELS, ReportData
 from ptq.report.page.section import Cells, Table
+from ptq.text import percent, size_text
 
 
 def summary_rows(data: ReportData) -> list[Cells]:

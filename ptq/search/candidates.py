@@ -14,7 +14,7 @@ Each has a kernel of its own there (`kernels.triton.linear.dispatch`; vLLM's Mar
 kernels behind compressed-tensors), so that layers of several schemes stand side by side at full
 speed. What a kernel would compute as floats is no candidate.
 
-Groups of layers that must share a scheme, because they are multiplied as one.
+Layers that are multiplied as one are a group, and share a scheme.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a report tells of a budget: what was asked, chosen, predicted and measured.
 
-A choice in a few lines, for a terminal and for a report.
+`choice_rows` is a choice in a few lines, for a terminal and for a report.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from formats.files import replace_file
 from formats.strict import Strict
 from inference.accuracy import Accuracy
-from ptq.output import percent, size_text
 from ptq.recipe.budget import BudgetSpec
 from ptq.search.costs import Cost, Costs, GroupCosts
 from ptq.search.frontier import Frontier
+from ptq.text import percent, size_text
 
 MEASURED_FILE = "measured.json"
 CURVE = 400  # points of the frontier that are kept

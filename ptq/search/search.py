@@ -34,11 +34,11 @@ from ptq.evaluate.comparison import compare_on, report_devices
 from ptq.methods.common.spec import Stage
 from ptq.methods.costs import CostsSpec
 from ptq.methods.registry import METHODS, view_of
-from ptq.output import BUDGET_FOLDER, CHECKPOINT_FOLDER, RECIPE_FILE, size_text
+from ptq.output import BUDGET_FOLDER, CHECKPOINT_FOLDER, RECIPE_FILE
 from ptq.pipeline import driver
 from ptq.pipeline.artifact import Artifact
+from ptq.pipeline.device import device_of
 from ptq.pipeline.key import run_key
-from ptq.pipeline.measure import device_of
 from ptq.plan.plan import Plan, build_plan
 from ptq.recipe.budget import BudgetSpec
 from ptq.recipe.reading import LoadedRecipe, resolved_yaml
@@ -50,6 +50,7 @@ from ptq.search.costs import COSTS_FILE, FLOAT, SCHEMES, Costs, gather
 from ptq.search.frontier import Frontier, Point, frontier
 from ptq.search.head import head_costs
 from ptq.search.record import BudgetRecord, Curve, Measured, Trial, Tried, loss_of
+from ptq.text import size_text
 
 TRIALS = 2  # full evaluations
 # What measured KL exceeds a prediction by before anything was measured. Predictions are made from

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import EngineError, RequestError
-from formats.files import end_with
 from formats.namespace import ROOT, later
+from formats.parent import end_with
 from ptq.output import is_taken
 from ptq.sweep.tasks import Outcome, State, Task
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from formats.text_tokens import (
+from formats.chat_template import (
     brings_chat_template,
     check_chat_template,
     has_chat_template,

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.errors import PTQError
-from formats.files import end_with
 from formats.namespace import later
+from formats.parent import end_with
 from inference.config import EngineConfig
 from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.engine_client import EngineClient

@@ -6,10 +6,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from inference.server.generation.choices import beam_answers, deltas, sampling_params, submit
-from inference.server.generation.chunks import AnswerReader, Reason, Usage
+from inference.server.generation.choices import beam_answers, deltas, submit
+from inference.server.generation.chunks import Usage
+from inference.server.generation.reader import AnswerReader, Reason
+from inference.server.generation.sampling import sampling_params
 from inference.server.generation.served_model import ServedModel
-from inference.server.http.body import ApiError
+from inference.server.http.errors import ApiError
 from inference.server.messages import Logprobs
 from inference.server.schema.chat import AnyMessage, ChatBody, template_messages
 from inference.server.schema.completions import TokenizeBody

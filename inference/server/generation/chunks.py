@@ -1,19 +1,14 @@
-"""The bytes of a stream's chunks: what is the same in all of a call's is made once.
-
-One answer as it comes: its text, its calls, and why it ended.
-"""
+"""The bytes of a stream's chunks: what is the same in all of a call's is made once."""
 
 from __future__ import annotations
 
 from json.encoder import encode_basestring as _c_encode
-from typing import Any, Literal
+from typing import Any
 
-from inference.requests.request import FinishReason
-from inference.server.http.body import ApiError
+from inference.server.http.errors import ApiError
 from inference.server.http.responses import dumps, in_one_line
 from inference.server.schema.generation import GenerationBody
 from inference.server.stream import Delta
-from inference.server.tools.parser import ContentDelta, MessageDelta, ToolParser
 
 
 def quote(text: str) -> str:
@@ -105,42 +100,3 @@ class Chunks:
         if not self._told:
             return b""
         return f'{self._head}],"usage":{dumps(self._usage.content)}}}\n\n'.encode()
-
-
-Reason = FinishReason | Literal["tool_calls"]
-
-
-class AnswerReader:
-    """Reads one answer.
-
-    Args:
-        parser: Finds its calls; without one, all is text.
-
-    Attributes:
-        over: Whether the answer has all that is wanted of it, so that the engine may be stopped.
-    """
-
-    def __init__(self, parser: ToolParser | None) -> None:
-        self._parser = parser
-        self.over = False
-
-    def read(
-        self, text: str, reason: FinishReason | None
-    ) -> tuple[list[MessageDelta], Reason | None]:
-        """What new text gives, and why the answer has ended, if it has.
-
-        Args:
-            text: What the answer gained.
-            reason: Why the engine ended it, or None.
-        """
-        parser = self._parser
-        if parser is None:
-            self.over = reason is not None
-            return ([ContentDelta(text)] if text else []), reason
-        deltas = parser.feed(text)
-        self.over = parser.done or reason is not None
-        if self.over:
-            deltas += parser.finish()
-        if parser.done or (reason == "stop" and parser.called):
-            return deltas, "tool_calls"
-        return deltas, reason

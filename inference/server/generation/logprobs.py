@@ -1,10 +1,9 @@
 """Log probabilities in the two forms of OpenAI: of chats, and the older one of completions.
 
-The bytes and the text of single tokens, as log probabilities tell them.
-
-A token's text in `tokens` or `top_logprobs` is its own, whatever stands around it: of a byte-level
-vocabulary its bytes, of a SentencePiece one its piece with spaces for `▁`. What is no UTF-8 alone
-is spelled `bytes:\xe2\x80`, as OpenAI does, so that different tokens stay different.
+`TokenTexts` has the bytes and the text of single tokens. A token's text in `tokens` or
+`top_logprobs` is its own, whatever stands around it: of a byte-level vocabulary its bytes, of a
+SentencePiece one its piece with spaces for `▁`. What is no UTF-8 alone is spelled `bytes:\xe2\x80`,
+as OpenAI does, so that different tokens stay different.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What the routes work with: the engine's client, the settings, the tokenizer and its template.
 
-Which fields of a chat its template leaves out: they are refused, as no model would see them.
-
-A chat is rendered a second time with marks in the place of what is in question; what has no mark in
+Fields of a chat that its template leaves out are refused, as no model would see them. To find them
+a chat is rendered a second time with marks in the place of what is in question; what has no mark in
 the result is taken out for a third time, and where that changes nothing, it is not used. Only what
 may not be lost is looked at: not what an assistant thought, which templates leave out of earlier
 turns on purpose, nor what it said beside its calls, which some formats have no place for.
@@ -15,18 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
-from formats.errors import RequestError, suggestion
-from formats.text_tokens import (
+from formats.chat_template import (
     check_chat_template,
     has_chat_template,
     render_chat,
     template_variables,
 )
+from formats.errors import RequestError, suggestion
 from inference.prompts import PromptFormat
 from inference.requests.request import check_tokens
 from inference.server.engine_client import ServedEngine
 from inference.server.generation.logprobs import TokenTexts
-from inference.server.http.body import ApiError
+from inference.server.http.errors import ApiError
 from inference.server.metrics import Metrics
 from inference.server.settings import ServerSettings
 from inference.server.tools.use import tool_support

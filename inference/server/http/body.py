@@ -1,13 +1,9 @@
-"""Reading a body: bounded in bytes and in time, strict JSON in UTF-8, then a strict model.
-
-Errors as OpenAI's clients read them: {"error": {"message", "type", "param", "code"}}.
-"""
+"""Reading a body: bounded in bytes and in time, strict JSON in UTF-8, then a strict model."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from email.message import Message
 from typing import Any, TypeVar
 
@@ -15,74 +11,19 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from formats.errors import PTQError, RequestError, suggestion
-from inference.server.engine_client import Overloaded, Unavailable
+from formats.errors import suggestion
+from inference.server.http.errors import ApiError, ClientGoneError
 from inference.server.settings import Limits
 
-TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-
-
-class ApiError(Exception):
-    """An answer that is an error.
-
-    Args:
-        status: Of HTTP.
-        message: What was found, what is allowed, how to fix it.
-        param: The field of the body that is at fault, if one is.
-        code: A word for programs.
-        headers: Beside the usual ones.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """The error object."""
-        kind = TYPES.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
-        fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": fields}
-
-    @property
-    def frame(self) -> bytes:
-        """The error as an event of a stream that has begun."""
-        return b"data: " + json.dumps(self.content).encode() + b"\n\n"
-
-
-class ClientGoneError(Exception):
-    """The client has gone away: there is no one to answer."""
-
-
-def api_error(error: PTQError) -> ApiError:
-    """The answer for an error of ours; what is no fault of the request tells no internals."""
-    if isinstance(error, Overloaded):
-        seconds = error.retry_after
-        headers = {
-            "Retry-After": str(max(1, round(seconds))),
-            "Retry-After-Ms": str(max(1, round(seconds * 1000))),
-        }
-        return ApiError(429, str(error), code="queue_full", headers=headers)
-    if isinstance(error, Unavailable):
-        return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
-    if isinstance(error, RequestError):
-        return ApiError(400, str(error), error.param, "invalid_value")
-    return ApiError(500, str(error), code="engine_error")
-
-
 Body = TypeVar("Body", bound=BaseModel)
+
+
 AT_ONCE = 2**16  # bytes that are parsed on the event loop; more go to a thread
+
+
 DEEPEST = 200  # objects and lists in one another, of which `from_json` reads no more
+
+
 SHOWN = 80  # characters of a wrong value that an error repeats
 
 

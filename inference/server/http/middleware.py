@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference.server.http.body import ApiError, ClientGoneError
+from inference.server.http.errors import ApiError, ClientGoneError
 from inference.server.http.responses import DEFECT, LOG, Refusal
 from inference.server.metrics import Metrics
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from inference.server.http.body import ApiError
+from inference.server.http.errors import ApiError
 from inference.server.http.responses import dumps
 from inference.server.settings import Limits
 

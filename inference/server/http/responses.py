@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from formats.errors import PTQError
-from inference.server.http.body import ApiError, ClientGoneError, api_error
+from inference.server.http.errors import ApiError, ClientGoneError, api_error
 
 Value = TypeVar("Value")
 LOG = logging.getLogger("ptq.serve")

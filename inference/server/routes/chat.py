@@ -16,7 +16,8 @@ from inference.server.generation.choices import check_beams
 from inference.server.generation.chunks import Chunks, check_stream, quote
 from inference.server.generation.logprobs import chat_logprobs
 from inference.server.generation.served_model import ServedModel
-from inference.server.http.body import ApiError, read_body
+from inference.server.http.body import read_body
+from inference.server.http.errors import ApiError
 from inference.server.http.responses import EventStream, Json, dumps, unless_gone
 from inference.server.schema.chat import ChatBody
 from inference.server.tools.parser import (

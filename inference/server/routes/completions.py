@@ -18,18 +18,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inference.requests.request import SamplingParams
-from inference.server.generation.choices import (
-    answers,
-    beam_answers,
-    check_beams,
-    deltas,
-    sampling_params,
-    submit,
-)
+from inference.server.generation.choices import answers, beam_answers, check_beams, deltas, submit
 from inference.server.generation.chunks import Chunks, Usage, check_stream, quote
 from inference.server.generation.logprobs import CompletionLogprobs, TokenTexts
+from inference.server.generation.sampling import sampling_params
 from inference.server.generation.served_model import ServedModel
-from inference.server.http.body import ApiError, read_body
+from inference.server.http.body import read_body
+from inference.server.http.errors import ApiError
 from inference.server.http.responses import EventStream, Json, dumps, unless_gone
 from inference.server.messages import Logprobs
 from inference.server.schema.completions import CompletionBody, GenerateBody

@@ -18,7 +18,8 @@ from formats.errors import PTQError, RequestError
 from inference.server.generation.chat_call import ChatCall, Part
 from inference.server.generation.logprobs import chat_logprobs
 from inference.server.generation.served_model import ServedModel
-from inference.server.http.body import ApiError, api_error, read_body
+from inference.server.http.body import read_body
+from inference.server.http.errors import ApiError, api_error
 from inference.server.http.responses import EventStream, Json, dumps, unless_gone
 from inference.server.schema.responses import ResponsesBody
 from inference.server.tools.parser import CallDelta, ContentDelta

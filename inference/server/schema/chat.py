@@ -1,7 +1,4 @@
-"""The body of `/v1/chat/completions`.
-
-Tools in the body of a request: functions, and which of them to call.
-"""
+"""The body of `/v1/chat/completions`: messages, and the tools that an answer may call."""
 
 from __future__ import annotations
 

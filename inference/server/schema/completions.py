@@ -1,9 +1,4 @@
-"""The body of `/v1/completions`.
-
-The body of ColossalAI's `/generate` and `/generate/stream`.
-
-Bodies of `/tokenize` and `/detokenize`, as vLLM has them.
-"""
+"""Bodies that hold texts: of `/v1/completions`, ColossalAI's `/generate`, vLLM's `/tokenize`."""
 
 from __future__ import annotations
 

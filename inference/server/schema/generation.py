@@ -1,7 +1,4 @@
-"""Fields that the bodies of both completions and chats have.
-
-`response_format`: what an answer's text must be.
-"""
+"""Fields that the bodies of both completions and chats have, `response_format` among them."""
 
 from __future__ import annotations
 

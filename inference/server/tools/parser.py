@@ -7,11 +7,8 @@ such as broken JSON or an unknown name, is text of the answer, unchanged. If arg
 being told break off, they stay as they are, and what follows is text. White space next to calls is
 dropped. However a text is cut into pieces, the same comes out.
 
-What a format of tool calls is, as data, and which there are.
-
-One call as it comes: a JSON object with a function's name and its arguments.
-
-What an answer gains: text, or a part of a call.
+`ToolFormat` is a format of calls as data, `CallReader` reads one call as it is written, and a delta
+is what an answer gains: text (`ContentDelta`), or a part of a call (`CallDelta`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """What the tools of a request come to: what the template is given, the constraint, the parser.
 
-What a chat template makes of tools: whether it tells the model of them, and how it writes calls.
+Whether a chat template shows the model its tools, and how it writes calls, is found by rendering a
+chat with one tool and one call of it, so that templates need no list: a template that renders the
+tool's name knows tools, and what it writes for the assistant's call is what the model learned to
+write.
 
-Both are found by rendering a chat with one tool and one call of it, so that templates need no list:
-a template that renders the tool's name knows tools, and what it writes for the assistant's call is
-what the model learned to write.
-
-What a model must write where it has to call a tool, or where a call must follow its schema.
+A constraint says what a model must write where it has to call a tool, or where a call must follow
+its schema.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from formats.chat_template import has_chat_template, render_chat
 from formats.errors import RequestError
-from formats.text_tokens import has_chat_template, render_chat
 from inference.requests.constraint import Constraint, read_json
 from inference.requests.json_schema import check_schema
 from inference.server.schema.chat import Function, NamedTool, ToolChoice, ToolFields

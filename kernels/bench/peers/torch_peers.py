@@ -5,26 +5,14 @@ and what that must come to. Where torch has nothing for the shape it raises `Una
 the reason; what torch itself refuses on a device is a reason too. Layers compete with the 16-bit
 one as well, since that is what quantization is to beat. Inputs come as ours do: on a GPU quantized,
 on a CPU in fp32, so that what a peer needs of them is part of its time.
-
-What others' kernels took on the same device, as measured once: `published_peers.json`.
-
-vLLM's kernels cannot be called where the project runs, so that their times stand here as constants
-with their source: microseconds of CUDA-graph replays, arguments rotated past the cache, as ours.
-Where a peer quantizes its inputs in an op of its own, that op is part of its time; ours is then
-compared with what quantizing adds to the op before it.
-
-Peers of a case: each is checked, then timed in turns with ours; or the reason why it is not.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import cache, partial
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -47,100 +35,7 @@ from kernels.bench.peers.torch_layers import (
     tinygemm,
 )
 from kernels.bench.shapes import AttentionShape, Gemm, Rows, Shape
-from kernels.bench.timing import CLOCKS, Call, copies_of, rotated
-
-FILE = Path(__file__).with_name("published_peers.json")
-
-
-@dataclass(frozen=True)
-class Published:
-    """A time of another's kernel.
-
-    Attributes:
-        us: Microseconds.
-        kernel: Its name.
-        quantizes: Whether quantizing the inputs is part of it.
-    """
-
-    us: float
-    kernel: str
-    quantizes: bool
-
-
-@cache
-def _devices() -> dict[str, Any]:
-    return json.loads(FILE.read_text(encoding="utf-8"))
-
-
-def source(device: str) -> str | None:
-    """Where the times of a device come from; None where there are none."""
-    return _devices().get(device, {}).get("source")
-
-
-def published(device: str, shape: Shape) -> Published | None:
-    """The fastest known of a shape, with results in bf16, on a device of that very name."""
-    own = _devices().get(device)
-    if own is None:
-        return None
-    if isinstance(shape, Gemm) and shape.dtype == "bfloat16":
-        family, size, rows = shape.family, f"{shape.outputs}x{shape.inputs}", shape.rows
-    elif isinstance(shape, AttentionShape) and shape.even and not shape.kind:
-        family, rows = f"attention {shape.cache}", shape.new
-        size = f"{shape.sequences}x{shape.context}"
-    else:
-        return None
-    found = own["microseconds"].get(family, {}).get(size, {}).get(str(rows))
-    if found is None:
-        return None
-    us, kernel = found
-    return Published(us, kernel, family in own["quantization_included"])
-
-
-TOLERANCE = 1e-2  # of the norm: results in bf16, sums in an order of their own
-
-
-@dataclass
-class Peers:
-    """Makes the peers of shapes.
-
-    Attributes:
-        device: Where.
-        reasons: Why a peer gives no time, with the number of shapes that it was asked for.
-        sample: What gives the microseconds of call(i), i cycling over so many sets of arguments; by
-            default the device's clock's.
-    """
-
-    device: torch.device
-    reasons: dict[tuple[str, str], int] = field(default_factory=dict)
-    sample: Callable[[Call, int], Callable[[], float]] | None = None
-
-    def of(self, shape: Shape) -> dict[str, Callable[[], float]]:
-        """What gives the microseconds of those that can, by name."""
-        found = {}
-        for peer in peers_for(shape, self.device):
-            made = self._make(peer, shape)
-            if isinstance(made, str):
-                reason = peer.name, made
-                self.reasons[reason] = self.reasons.get(reason, 0) + 1
-            else:
-                found[peer.name] = made
-        return found
-
-    def messages(self) -> list[str]:
-        """Why peers are missing, a line for each reason."""
-        return [f"{peer}: {reason} ({n} rows)" for (peer, reason), n in self.reasons.items()]
-
-    def _make(self, peer: Peer, shape: Shape) -> Callable[[], float] | str:
-        try:
-            calls = peer.build(shape, self.device)
-            error = calls.error(calls.call(0))
-            if not error < TOLERANCE:
-                return f"its result is off by {error:.1e}"
-            return (self.sample or CLOCKS[self.device.type].sample)(calls.call, calls.copies)
-        except UnavailableError as missing:
-            return str(missing)
-        except (RuntimeError, ValueError, NotImplementedError) as refused:
-            return f"torch refuses: {' '.join(str(refused).split())[:160]}"
+from kernels.bench.timing import copies_of, rotated
 
 
 @dataclass(frozen=True)
@@ -212,6 +107,8 @@ def copy(shape: Shape, device: torch.device) -> Calls:
 
 
 OnRows = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
 TORCH_ROWS: dict[str, OnRows] = {  # of x, y [rows, size] and w [size]
     "norm": lambda x, y, w: F.rms_norm(x, w.shape, w, 1e-5),
     "silu": lambda x, y, w: F.silu(x) * y,
@@ -233,6 +130,8 @@ LINEAR, INT_MM, TINYGEMM = (
     Peer("_int_mm", int_mm),
     Peer("tinygemm", tinygemm),
 )
+
+
 OF_GEMMS = {
     "cuda": {
         "w4a16": (TINYGEMM, LINEAR),
@@ -250,6 +149,8 @@ OF_GEMMS = {
         "w16a16": (LINEAR, Peer("F.linear fp32", fp32_linear)),
     },
 }
+
+
 OF_ATTENTION = {
     "cuda": (
         Peer("flash sdpa", sdpa(SDPBackend.FLASH_ATTENTION)),
@@ -257,6 +158,8 @@ OF_ATTENTION = {
     ),
     "cpu": (Peer("sdpa bf16", sdpa(None)), Peer("sdpa fp32", sdpa(None, torch.float32))),
 }
+
+
 OF_ROWS = {"cuda": Peer("copy", copy), "cpu": Peer("torch", on_rows)}
 
 

@@ -3,7 +3,7 @@
 A transform that needs no data is a view of the checkpoint: it hands out other tensors, one at a
 time, under the same interface. The driver, the methods and the report meet an ordinary model.
 
-A float model whose attention has biases, all zero: what shifting needs to be folded into.
+`BiasedCheckpoint` is one: attention has biases, all zero, which shifting is folded into.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ what each of them shows; `solve` decides, with the statistics of the whole calib
 `work.statistics`; `commit` alone changes the block: it folds float weights into each other or hands
 over quantized ones. Methods run one after the other, each on what the one before left.
 
-Parts of a block that are solved side by side, on several devices.
+Parts of a block (`Part`) are solved side by side on several devices.
 """
 
 from __future__ import annotations

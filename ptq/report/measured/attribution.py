@@ -7,8 +7,6 @@ of the unrounded model (`ptq.report.measured.unrounded`), which is the original 
 own terms: where smoothing or rotation has moved factors between layers, its weights have been moved
 likewise and have not been rounded. Engines for the parts are put together from the loaded blocks of
 the two; nothing is loaded again.
-
-What both models make of the same beginnings: something to read, not a measurement.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from inference.engine import Engine
 from inference.models.decoder import Decoder
 from inference.models.feed_forward import FeedForward, MixtureOfExperts
 from inference.models.parts import Layer
-from inference.requests.request import SamplingParams
 
 MOST_GROUPS = 12  # of blocks, each of which is a run
+
 
 AnyLayer = Layer[Any, Any]
 
@@ -199,58 +197,3 @@ def _with(layer: AnyLayer, part: str, source: AnyLayer) -> AnyLayer:
         return replace(own, **changed)
 
     return replace(layer, feed_forward=merged(layer.feed_forward, source.feed_forward))
-
-
-PROMPT, NEW = 48, 48  # tokens
-
-
-class Completion(Strict):
-    """Greedy completions of one prompt.
-
-    Attributes:
-        prompt: The start of an evaluation sequence.
-        original: How the original goes on.
-        quantized: How the quantized model goes on.
-        common: Characters at the start of both that are the same.
-    """
-
-    prompt: str
-    original: str
-    quantized: str
-    common: int
-
-
-def complete(
-    original: Engine, quantized: Engine, sequences: Sequence[Tensor]
-) -> tuple[Completion, ...]:
-    """Let both models complete the start of each sequence.
-
-    Args:
-        original: The reference.
-        quantized: What is judged.
-        sequences: Token ids, int64 [T] each.
-    """
-    longest = original.config.max_model_len
-    assert longest is not None
-    new = min(NEW, longest // 2)
-    prompts = [ids[: min(PROMPT, longest - new)].tolist() for ids in sequences]
-    params = SamplingParams(max_tokens=new)
-    texts = [
-        [output.text for output in engine.generate(prompts, params)]
-        for engine in (original, quantized)
-    ]
-    return tuple(
-        Completion(
-            prompt=original.tokenizer.decode(prompt),
-            original=first,
-            quantized=second,
-            common=_common(first, second),
-        )
-        for prompt, first, second in zip(prompts, *texts, strict=True)
-    )
-
-
-def _common(first: str, second: str) -> int:
-    """Characters at the start of two texts that are the same."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

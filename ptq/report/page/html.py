@@ -1,7 +1,4 @@
-"""A page of the report as one HTML file that needs nothing else.
-
-How the report writes its figures.
-"""
+"""A page of the report as one HTML file that needs nothing else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What sections of the report consist of.
 
-A page of the report as Markdown: everything but the plots.
+They write themselves as Markdown, all but the plots.
 """
 
 from __future__ import annotations

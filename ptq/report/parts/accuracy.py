@@ -11,12 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from inference.accuracy import Accuracy, Interval
-from ptq.output import percent
 from ptq.report.data import ReportData
 from ptq.report.page.figure import LIMIT, ORIGINAL, QUANTIZED, draw_dot, new_panel
 from ptq.report.page.html import interval_text
 from ptq.report.page.section import Plot, Section, Table
 from ptq.result import CalibrationSummary
+from ptq.text import percent
 
 APART = 0.16  # of an axis' length: labels of ticks that are nearer would run into each other
 

@@ -1,28 +1,18 @@
-"""The report's section on what quantization saves: bytes and time.
-
-The report's sections on the run itself: times, texts, events, scales, and what it ran on.
-
-The report's section of standard tasks that both models were given.
-
-The report's section of texts that both models wrote.
-"""
+"""The report's section on what quantization saves: bytes and time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from matplotlib.axes import Axes
 
 from inference.bench.figures import Speed
-from ptq.evaluate.figures import AGAINST, HEADER, cells
-from ptq.output import decibel, percent, scale_text, size_text
 from ptq.report.data import ReportData
 from ptq.report.page.figure import ORIGINAL, QUANTIZED, new_panel
 from ptq.report.page.html import percentiles_text, spread_text
-from ptq.report.page.section import Cells, Pair, Plot, Section, Table
+from ptq.report.page.section import Cells, Plot, Section, Table
 from ptq.report.summary import summary_rows
-from ptq.result import BlockRow, CalibrationSummary
 
 
 def size_and_speed_section(data: ReportData) -> Section:
@@ -84,135 +74,3 @@ def _draw(data: ReportData) -> list[Axes]:
         part.set_yticks([])
         part.spines["left"].set_visible(False)
     return panels
-
-
-def run_section(data: ReportData) -> Section:
-    """What the run took, what it read, and what was unusual."""
-    run = data.quantization
-    phases = {name: s for name, s in run.seconds.items() if name != "total"}
-    times = [(f"quantization: {name}", f"{s:.1f} s") for name, s in phases.items()]
-    times += [("quantization in all", f"{run.seconds.get('total', sum(phases.values())):.1f} s")]
-    times += [(name, f"{s:.1f} s") for name, s in data.seconds.items()]
-    times += [("peak memory of quantization", size_text(run.peak_rss_bytes))]
-    texts = Table(
-        ("split", "kind", "sequences", "tokens", "fingerprint"),
-        [
-            (t.split, t.kind, f"{t.sequences:,}", f"{t.tokens:,}", t.fingerprint[:16])
-            for t in _texts(data)
-        ],
-    )
-    events = tuple(f"{event.module}: {event.message} ({event.kind})" for event in run.events)
-    return Section(
-        "The run",
-        f"{data.model.model_type}, {data.model.blocks} blocks, {data.model.parameters / 1e6:.1f} M "
-        f"parameters in {data.model.dtype}. A fingerprint is the start of the SHA-256 of the "
-        "tokens used: two runs on the same text have the same. "
-        + (f"{len(events)} events are worth a look:" if events else "Nothing unusual happened."),
-        tables=(Table(("phase", "cost"), times), texts, *_block_costs(run.blocks)),
-        notes=events,
-    )
-
-
-def _texts(data: ReportData) -> list[CalibrationSummary]:
-    """All that was read: to calibrate, and to measure."""
-    also = [] if data.also is None else [data.also.text]
-    return [data.quantization.calibration, data.evaluation, *also]
-
-
-def _block_costs(rows: Sequence[BlockRow]) -> Iterator[Table]:
-    if rows:
-        cells = [(r.block, f"{r.seconds:.1f}", size_text(r.memory_bytes)) for r in rows]
-        title = f"Time and memory of all {len(rows)} blocks"
-        yield Table(("block", "seconds", "peak memory so far"), cells, title, folded=True)
-
-
-def scales_section(data: ReportData) -> Section:
-    """Every scale of the checkpoint."""
-    rows = [
-        (
-            entry.tensor,
-            entry.granularity,
-            scale_text(entry.scale_min, entry.scale_max),
-            entry.statistic,
-            f"{entry.absmax:.4g}",
-            f"{entry.tokens:,}",
-            percent(entry.clip_fraction, 4),
-            decibel(entry.sqnr_db),
-        )
-        for entry in data.scale_table.entries
-    ]
-    heads = ("tensor", "for", "scales", "range by", "absmax", "tokens", "clipped", "SQNR (dB)")
-    return Section(
-        "Scale table",
-        "Every scale of the checkpoint and where it came from: the statistic that set its range, "
-        "the largest magnitude seen, on how many tokens, and the share of values beyond the range. "
-        "The checkpoint holds the same table in quant/scale_table.json.",
-        tables=(Table(heads, rows, f"All {len(rows)} scales", folded=True),),
-    )
-
-
-def provenance_section(data: ReportData) -> Section:
-    """When, where and with what the report was made."""
-    made = data.provenance
-    versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
-    facts = (
-        ("made", made.made),
-        ("versions", versions),
-        ("device", f"{made.device}, {made.threads} threads"),
-        ("model", made.model),
-        *((f"{t.split} text", "; ".join((t.source, *t.notes))) for t in _texts(data)),
-        ("checkpoint", made.checkpoint),
-    )
-    return Section(
-        "What ran, where and when",
-        "What this report was measured with.",
-        notes=tuple(f"{name}: {value}" for name, value in facts),
-    )
-
-
-def recipe_section(data: ReportData) -> Section:
-    """The recipe, to be copied."""
-    return Section(
-        "Recipe",
-        "Every setting of the run, defaults included, with full paths. Saved as a file, it repeats "
-        "the run: `ptq run FILE --output DIR`.",
-        code=data.recipe,
-    )
-
-
-def tasks_section(data: ReportData) -> Section:
-    """What is left of the original's figures, and how many answers flipped."""
-    rows = [cells(row.quantized, row) for row in data.tasks]
-    return Section(
-        "Standard tasks",
-        "Both models answered the same items, on the same engine, through lm-eval. Recovery is the "
-        "quantized model's figure over the original's (the reverse of perplexities, so that less "
-        "than 100% is a loss), with a 95% interval from drawing the items anew. Flips are items "
-        "that one of the two has right and the other has not: a model may keep its accuracy and "
-        "still answer differently.",
-        tables=(Table((*HEADER, *AGAINST), rows),),
-    )
-
-
-SHOWN = 200  # characters of a prompt
-
-
-def completions_section(data: ReportData) -> Section:
-    """Completions side by side, from where they differ marked."""
-    same = sum(row.original == row.quantized for row in data.completions)
-    return Section(
-        "Side by side",
-        "Both models go on from the same beginnings of evaluation text, always with the most "
-        f"likely token. {same} of {len(data.completions)} completions are equal; of the others, "
-        "what follows the first difference is marked. One token that is chosen otherwise changes "
-        "all that follows, so a difference is not yet a fault: read whether both make sense.",
-        pairs=tuple(
-            Pair(
-                caption=f"… {row.prompt[-SHOWN:].strip()}",
-                original=row.original,
-                quantized=row.quantized,
-                common=row.common,
-            )
-            for row in data.completions
-        ),
-    )

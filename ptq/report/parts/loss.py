@@ -1,11 +1,4 @@
-"""The report's section on where the loss comes from: which kinds of layers, which blocks.
-
-The report's section on single layers: how much noise quantization puts on each one's output.
-
-Layers by kind and block: the grid that heat maps and lines over the blocks are drawn on.
-
-The report's section on the cache's static scales.
-"""
+"""The report's sections on where the loss comes from: kinds of layers, blocks, the cache."""
 
 from __future__ import annotations
 
@@ -19,11 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from formats.families.names import any_expert, is_shared_expert, split_name
-from ptq.output import decibel, percent, scale_text
 from ptq.report.data import ReportData
 from ptq.report.measured.attribution import Attribution, Part
 from ptq.report.page.figure import ORIGINAL, QUANTIZED, draw_dot, figure_of, new_panel
 from ptq.report.page.section import Plot, Section, Table
+from ptq.text import decibel, percent, scale_text
 
 TITLE = "Where the loss comes from"
 

@@ -14,7 +14,7 @@ from inference.gpu import runner, sizes
 from inference.gpu.backend import TritonBackend
 from inference.gpu.runner import GpuRunner
 from inference.models.kv_cache import CacheShape, LayerCache
-from inference.models.network import KVHeads
+from inference.models.model import KVHeads
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence

@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 
+from inference.gpu.fields import HostBlock
 from inference.gpu.sizes import (
     MOST_TOKENS,
     PROMPTS,
-    HostBlock,
     Size,
     decodes_of,
     padded_sizes,

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inference.requests.request import SamplingParams
 from inference.server.engine_client import Overloaded
-from inference.server.messages import Histogram
+from inference.server.measures import Histogram
 from inference.server.metrics import Metrics
 from inference.server.open_requests import QueueLimits
 from tests.inference.server.fake_engine import FakeEngine

@@ -29,7 +29,8 @@ from kernels.bench.case import (
     to_json,
 )
 from kernels.bench.measure import Bench
-from kernels.bench.peers.torch_peers import TOLERANCE, Peers, Published, published, source
+from kernels.bench.peers.published import Published, published, source
+from kernels.bench.peers.run import TOLERANCE, Peers
 from kernels.bench.shapes import (
     CPU_FAMILIES,
     FAMILIES,
@@ -136,11 +137,11 @@ def test_a_peer_that_is_wrong_or_refused_is_not_timed(monkeypatch):
     def never(call, copies):
         raise AssertionError("timed")
 
-    monkeypatch.setattr("kernels.bench.peers.torch_peers.TOLERANCE", 1e-9)
+    monkeypatch.setattr("kernels.bench.peers.run.TOLERANCE", 1e-9)
     found = Peers(CPU, sample=never)
     assert found.of(layer("w8a8")) == {}
     assert all("its result is off by" in reason for _, reason in found.reasons)
-    monkeypatch.setattr("kernels.bench.peers.torch_peers.TOLERANCE", 1e-2)
+    monkeypatch.setattr("kernels.bench.peers.run.TOLERANCE", 1e-2)
     monkeypatch.setitem(peers.OF_ATTENTION, "cpu", peers.OF_ATTENTION["cuda"])
     cudnn = Peers(CPU, sample=a_sample)
     assert list(cudnn.of(AttentionShape(2, 64))) == ["flash sdpa"]

@@ -12,9 +12,9 @@ from formats.command import run_command
 from formats.errors import RecipeError
 from ptq.commands import check, run
 from ptq.commands.next_steps import next_commands
-from ptq.output import typed_path
 from ptq.plan.describe import _ranges
 from ptq.recipe.reading import load_recipe
+from ptq.text import typed_path
 
 RECIPE = """\
 model: {{path: {model}}}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ptq.commands import check
-from ptq.output import duration_text
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.solver import BlockSolver
 from ptq.pipeline.timing import predict_seconds
 from ptq.plan.describe import describe_seconds
 from ptq.recipe.reading import resolved_yaml
 from ptq.recipe.schema import StatisticsSpec
+from ptq.text import duration_text
 from tests.ptq.quantizing import make_plan, random_tokens
 
 

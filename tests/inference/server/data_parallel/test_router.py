@@ -7,14 +7,8 @@ from collections import Counter
 import pytest
 
 from formats.errors import RequestError
-from inference.server.data_parallel.router import (
-    KnownPrefixes,
-    Load,
-    Place,
-    Router,
-    block_hashes,
-    places,
-)
+from inference.server.data_parallel.placement import Place, places
+from inference.server.data_parallel.router import KnownPrefixes, Load, Router, block_hashes
 
 BLOCK = 4
 IDLE = Load(queued=0, in_flight=0, places=8)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from formats.text_tokens import render_chat
+from formats.chat_template import render_chat
 from formats.tokenizer import load_tokenizer
 from inference.server.tools.use import tool_support
 from tests.inference.server.tools import templates

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ptq.pipeline.passes import Behind
+from ptq.pipeline.writing import BackgroundWriter
 
 
 def test_pieces_are_done_one_after_the_other_and_all_before_it_is_left():
@@ -16,9 +16,9 @@ def test_pieces_are_done_one_after_the_other_and_all_before_it_is_left():
         time.sleep(0.01)
         done.append(number)
 
-    with Behind() as behind:
+    with BackgroundWriter() as writer:
         for number in range(3):
-            behind.put(lambda number=number: slow(number))
+            writer.put(lambda number=number: slow(number))
             assert len(done) >= number
     assert done == [0, 1, 2]
 
@@ -28,12 +28,12 @@ def fail() -> None:
 
 
 def test_what_goes_wrong_is_raised_by_the_next_call_or_at_the_end():
-    behind = Behind()
-    behind.put(fail)
+    writer = BackgroundWriter()
+    writer.put(fail)
     with pytest.raises(OSError, match="no room"):
-        behind.put(lambda: None)
-    with pytest.raises(OSError, match="no room"), Behind() as behind:
-        behind.put(fail)
-    behind = Behind()
-    behind.put(fail)
-    behind.__exit__(ValueError, ValueError("what went wrong first"), None)  # and is raised
+        writer.put(lambda: None)
+    with pytest.raises(OSError, match="no room"), BackgroundWriter() as writer:
+        writer.put(fail)
+    writer = BackgroundWriter()
+    writer.put(fail)
+    writer.__exit__(ValueError, ValueError("what went wrong first"), None)  # and is raised

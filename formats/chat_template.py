@@ -1,0 +1,173 @@
+"""Chats: the two ways in which data spells them, and the tokenizer's template that renders one.
+
+A chat is a list of messages. Two spellings are read, and may stand in one file:
+
+    [{"role": "user", "content": "Hello"}, ...]      OpenAI's, which templates take
+    [{"from": "human", "value": "Hello"}, ...]       ShareGPT's
+
+Speakers of the second become roles by `ROLES`. A template writes its own special tokens, a BOS
+token included: what it renders is tokenized without adding any.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# ShareGPT's `from`, as its variants spell it, to the role that templates know.
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+
+
+GENERATION = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")  # a mark of transformers' own
+
+
+SPELLINGS = '{"role": "user", "content": text} or {"from": "human", "value": text}'
+
+
+def read_messages(chat: Any) -> list[dict[str, Any]]:
+    """A chat in either spelling as messages with a `role`; other keys of theirs stay.
+
+    Raises:
+        ValueError: it is no list of messages, or a speaker is not among `ROLES`.
+    """
+    if not isinstance(chat, Sequence) or isinstance(chat, str) or not chat:
+        found = type(chat).__name__ if chat else repr(chat)
+        raise ValueError(f"found {found}; a chat is a list of messages, {SPELLINGS}")
+    return [_read_message(message, place) for place, message in enumerate(chat, 1)]
+
+
+def looks_like_chat(value: Any) -> bool:
+    """Whether a value is spelled as a whole chat is: it begins with a message, no answer."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return False
+    first = value[0]
+    if not isinstance(first, Mapping):
+        return False
+    speaker = first.get("role", first.get("from"))
+    whole = isinstance(speaker, str) and ROLES.get(speaker) != "assistant"
+    return whole and bool({"content", "value"} & first.keys())
+
+
+def _read_message(message: Any, place: int) -> dict[str, Any]:
+    if isinstance(message, Mapping):
+        if isinstance(message.get("role"), str) and {"content", "tool_calls"} & message.keys():
+            return dict(message)
+        speaker, text = message.get("from"), message.get("value")
+        if isinstance(speaker, str) and isinstance(text, str):
+            if speaker in ROLES:
+                return {"role": ROLES[speaker], "content": text}
+            known = ", ".join(ROLES)
+            raise ValueError(f"message {place} is from {speaker!r}; known speakers: {known}")
+    found = str(message)[:60]
+    raise ValueError(f"message {place} is {found}; a message is {SPELLINGS}")
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a transformers tokenizer can render chats."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def brings_chat_template(folder: Path) -> bool:
+    """Whether a model's folder holds a chat template, without loading its tokenizer.
+
+    It is a file of its own, or is in the tokenizer's settings, as older models have it.
+    """
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    with suppress(OSError, ValueError):  # no settings, or damaged ones: loading tells of that
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return isinstance(settings, dict) and bool(settings.get("chat_template"))
+    return False
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    answer: bool = False,
+) -> str:
+    """The text of a chat by the tokenizer's template.
+
+    Args:
+        tokenizer: A transformers tokenizer that has a template.
+        messages: The chat, as `read_messages` gives it.
+        variables: Variables of the template, such as `enable_thinking`.
+        tools: What the assistant may call, as OpenAI spells it; a template may pass them over.
+        answer: Let the text end where the assistant's answer begins.
+
+    Raises:
+        ValueError: the template refuses the chat, such as for its roles, or is broken.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=answer,
+            **(variables or {}),
+        )
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:  # a template is a program: whatever it does wrong is its refusal
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"the chat template cannot render it ({reason})") from error
+
+
+def template_variables(tokenizer: Any) -> frozenset[str]:
+    """Names that a tokenizer's templates look up, which a chat may give values to."""
+    from jinja2 import Environment
+    from jinja2.meta import find_undeclared_variables
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    template = tokenizer.chat_template
+    texts = [template] if isinstance(template, str) else list(template.values())
+    plain = [GENERATION.sub("", text) for text in texts]
+    found = (find_undeclared_variables(environment.parse(text)) for text in plain)
+    return frozenset().union(*found)
+
+
+def check_chat_template(tokenizer: Any) -> None:
+    """Check that a tokenizer's template can be read; one that cannot refuses every chat.
+
+    Raises:
+        ValueError: it is no Jinja; says in which line.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        render_chat(tokenizer, [{"role": "user", "content": "Hello"}])
+    except ValueError as error:
+        fault = error.__cause__
+        if isinstance(fault, TemplateSyntaxError):
+            raise ValueError(
+                f"line {fault.lineno} of the chat template: {fault.message}"
+            ) from error

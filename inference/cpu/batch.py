@@ -1,0 +1,60 @@
+"""The tensors of a step on a CPU: planned from its slices, executed without a look at them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.scheduling.work import Work, lay_out
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step: T of S sequences.
+
+    Attributes:
+        ids: int64 [T].
+        positions: int64 [T].
+        slots: int64 [T], where K and V go in the cache.
+        block_tables: int64 [S, blocks].
+        query_start: int64 [S + 1].
+        context_len: int64 [S].
+        rows: int64 [R], the tokens whose logits are wanted.
+        taps: int64 [n], blocks whose inputs are wanted, too; the number of blocks stands for the
+            output of the last one. None without.
+        hidden: [T, n, H], gets them.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    context_len: Tensor
+    rows: Tensor
+    taps: Tensor | None = None
+    hidden: Tensor | None = None
+
+    def sinks(self, count: int) -> Tensor | None:
+        """Which tokens are at the first `count` positions, bool [T]; None where none is."""
+        own = self.positions < count
+        return own if count and bool(own.any()) else None
+
+
+def plan_step(work: Work) -> Batch:
+    """Lay out a step; the rows of its logits are those of its slices, in order (`Work.rows`)."""
+    own, ends, rows = lay_out(work), np.cumsum(work.counts), work.rows
+    firsts = np.repeat(ends - np.cumsum(rows), rows)  # of a slice's last rows, less those before
+    widest = int(work.batch.held[work.places].max())
+    return Batch(
+        ids=torch.from_numpy(own.ids),
+        positions=torch.from_numpy(own.positions),
+        slots=torch.from_numpy(own.slots),
+        block_tables=torch.from_numpy(work.batch.tables[work.places, :widest].astype(np.int64)),
+        query_start=torch.from_numpy(np.concatenate([[0], ends])),
+        context_len=torch.from_numpy(own.contexts),
+        rows=torch.from_numpy(firsts + np.arange(len(firsts))),
+    )
