@@ -94,7 +94,7 @@ def start_vllm(
         )
     python = arguments.engine[1] or sys.executable
     command = [python, *SERVE, str(folder), *further]
-    if "--served-model-name" not in further:
+    if not any(word.partition("=")[0] == "--served-model-name" for word in further):
         command += ["--served-model-name", str(arguments.checkpoint)]
     notes = check_vllm(folder, shards_of(further))
     if not arguments.special_tokens_in_content:

@@ -88,12 +88,13 @@ def test_a_name_of_the_users_own_and_the_number_of_gpus_are_read(a8w8c8, stand_i
     assert shards_of(["--tensor-parallel-size=3"]) == Shards(3)
     with pytest.raises(RequestError, match="options of vLLM: .*--tensor-parallel-size.*'x'"):
         shards_of(["--tensor-parallel-size", "x"])
-    words = [str(a8w8c8), "--engine", f"vllm={stand_in()}", "--", "--served-model-name", "a"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ptq", "serve", *words], capture_output=True, text=True, cwd=ROOT
-    )
-    arguments, _ = json.loads(done.stdout.splitlines()[-1])
-    assert arguments[4:] == ["--served-model-name", "a"]
+    for theirs in (["--served-model-name", "a"], ["--served-model-name=a"]):
+        words = [str(a8w8c8), "--engine", f"vllm={stand_in()}", "--", *theirs]
+        done = subprocess.run(
+            [sys.executable, "-m", "ptq", "serve", *words], capture_output=True, text=True, cwd=ROOT
+        )
+        arguments, _ = json.loads(done.stdout.splitlines()[-1])
+        assert arguments[4:] == theirs
 
 
 @pytest.mark.parametrize(
