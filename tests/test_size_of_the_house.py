@@ -21,7 +21,7 @@ ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a
 
 LIMITS = {
     "lines of source": 94_200,
-    "files of source": 614,
+    "files of source": 615,
     "lines of imports, in 1,000 lines of code": 91,
     "crowded classes": 9,
     "functions over 60 lines": 21,

@@ -32,7 +32,7 @@ from formats.files import fsync_path, replace_file, writing
 from formats.stored.safetensors_files import write_tensors
 from ptq.output import GRADIENTS_FOLDER
 from ptq.pipeline.writing import BackgroundWriter
-from ptq.plan.footprint import KEPT_MOMENTS
+from ptq.plan.schedule import KEPT_MOMENTS
 
 MARK = "gradients.json"
 

@@ -39,8 +39,8 @@ DECIDING = (  # folders and files of our code
     "kernels/triton/tuning.py",
     "ptq/methods",
     "ptq/pipeline",
-    "ptq/plan/footprint.py",
     "ptq/plan/modules.py",
+    "ptq/plan/schedule.py",
 )
 RECIPE = "recipe"  # among the facts
 SHOWING = tuple(f"ptq/pipeline/{name}.py" for name in ("bench", "live", "timing"))  # in them

@@ -20,7 +20,7 @@ from kernels.numerics import TYPES, fake_quantize
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
 from ptq.methods.common.moments import output_errors
-from ptq.plan.footprint import COMPARED
+from ptq.plan.schedule import COMPARED
 from ptq.result import ModuleRow
 
 WORSE_DB = 0.1  # a layer noisier than its baseline by more is an event

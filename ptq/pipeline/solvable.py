@@ -14,8 +14,8 @@ from ptq.methods.common.spec import MethodSpec
 from ptq.methods.registry import block_methods
 from ptq.pipeline.artifact import FISHER_FOLDER, HESSIANS_FOLDER, Artifact, moments_file
 from ptq.pipeline.key import seen_key
-from ptq.plan.footprint import KEPT_MOMENTS, Schedule
 from ptq.plan.plan import Plan
+from ptq.plan.schedule import KEPT_MOMENTS, Schedule
 from ptq.recipe.schema import Recipe
 from ptq.text import size_text, typed_path
 

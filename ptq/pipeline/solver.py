@@ -40,8 +40,8 @@ from ptq.pipeline.measure import Ratios, measure, module_rows
 from ptq.pipeline.passes import block_work, observe, quantized_outputs
 from ptq.pipeline.resume import BlockRecord, SolvedBlock
 from ptq.pipeline.team import Team
-from ptq.plan.footprint import Schedule
 from ptq.plan.plan import Plan
+from ptq.plan.schedule import Schedule
 from ptq.result import BlockRow, ModuleRow, Stopwatch
 
 CLIPPING_EVENT = 1e-3  # share of clipped values from which on a person is told

@@ -15,10 +15,6 @@ process itself stays out.
 
 Blocks run on a GPU where there is one: then the host holds the hidden states and what is written.
 Of several GPUs the first holds the most: what is told is of that one.
-
-When the samples run through a block, and what is seen of them: follows from the recipe alone.
-
-The driver goes by it, and so does the prediction of the memory that a run takes.
 """
 
 from __future__ import annotations
@@ -33,13 +29,13 @@ from calibrate.gradients import block_size, gradient_bytes
 from formats.families.groups import SMOOTHING_KINDS
 from formats.modeling.layers import embedding_name
 from ptq.methods.common.float_model import FloatModel
-from ptq.methods.common.method import Method
 from ptq.methods.common.spec import FLOAT, BlockSizes
-from ptq.methods.registry import block_methods
 from ptq.plan.modules import HEAD_STAGES, BlockShape, piece_rows, shard_bytes
+from ptq.plan.schedule import KEPT_MOMENTS, Schedule
 from ptq.recipe.schema import Recipe
 
 Keep = bool | Literal["auto"]
+
 
 OCCUPIED = 6000  # bins of a histogram that magnitudes of activations fall into, at 16 bytes
 
@@ -300,67 +296,3 @@ def _widths(blocks: Sequence[BlockShape]) -> list[int]:
 def _kept(wanted: Keep, used: bool, total: int) -> int:
     """Bytes that are kept of `total`: all where that is asked for, or they are used and few."""
     return total if wanted is True or (wanted and used and total <= KEPT_MOMENTS) else 0
-
-
-KEPT_MOMENTS = 10**9  # most bytes of second moments that are kept without being asked for
-COMPARED = 4  # sequences on which quantized layers are compared with float ones
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What a recipe and its block methods ask of the samples."""
-
-    recipe: Recipe
-    methods: Sequence[Method]
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Schedule:
-        """That of a recipe that is not yet run."""
-        return cls(recipe, [method for _, method in block_methods(recipe.methods)])
-
-    @property
-    def passes(self) -> list[int]:
-        """Methods before which (or the end, before which) the samples must run again.
-
-        That is after those that changed the float block, unless what was seen before tells what
-        would be seen now.
-        """
-        return [
-            i + 1
-            for i, method in enumerate(self.methods)
-            if method.folds and not self._follows(method)
-        ]
-
-    @property
-    def samples(self) -> int:
-        """Calibration sequences that run: only those that are compared, where that suffices."""
-        wanted = self.recipe.dataset.calibration.samples
-        return wanted if self.needs_data else min(wanted, COMPARED)
-
-    def counts(self, first: int) -> bool:
-        """Whether the pass for the methods from `first` on counts magnitudes, or keeps maxima."""
-        if self.recipe.statistics.histograms:
-            return True
-        return self.recipe.static and (first == 0 or not self.by_maxima)  # the artifact keeps both
-
-    @property
-    def by_maxima(self) -> bool:
-        """Whether static scales follow from maxima alone, and cut nothing."""
-        return self.recipe.observers.by_absmax and not any(m.clips for m in self.methods)
-
-    @property
-    def gradients(self) -> bool:
-        """Whether the model is run backward before the first block is solved."""
-        wanted = any(method.gradients for method in self.methods)
-        return wanted or self.recipe.statistics.gradients is True
-
-    @property
-    def needs_data(self) -> bool:
-        """Whether anything follows from the calibration data but the errors that are reported."""
-        keep = self.recipe.statistics
-        kept = keep.histograms or keep.hessians is True
-        needed = any(method.needs != "weights" for method in self.methods)
-        return kept or needed or self.recipe.static or self.recipe.centers or self.gradients
-
-    def _follows(self, method: Method) -> bool:
-        return method.rescales and (self.by_maxima or not self.recipe.static)
