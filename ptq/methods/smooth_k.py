@@ -19,9 +19,9 @@ Factors are divided by their geometric mean, as only ratios matter. Where they g
 are stored in floating point (biases, norms, projections that are not quantized) they are rounded to
 powers of two, which cost such a tensor nothing; rows of quantized projections, which have scales of
 their own, take any factor. So do norms that multiply by 1 + w: what is stored of (1 + w) lambda - 1
-is rounded whatever the factor. alpha is fixed, or searched by the squared error of the block's
-output with K passed through the quantized cache and all else in float; where no strength beats
-leaving K alone, it is left alone.
+is rounded whatever the factor. alpha is fixed, or searched by the squared error of the hidden
+states after attention with K passed through the quantized cache and all else in float; where no
+strength beats leaving K alone, it is left alone.
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from calibrate import replay
+    from calibrate.replay import Replay
     from ptq.methods.common import cache
 else:
     cache = later("ptq.methods.common.cache")
     nn = later("torch.nn")
+    replay = later("calibrate.replay")
     torch = later("torch")
 
 
@@ -167,11 +170,13 @@ class SmoothK(Method):
         exact = any(not _takes_any_factor(work, name) for name in (k, q))
         factors: dict[float | None, Tensor] = {None: torch.ones_like(absmax).double()}
         factors |= {alpha: key_factors(basis, alpha, work.pairs, exact=exact) for alpha in alphas}
-        reference = [work.block.run(sample) for sample in work.samples(self.spec.search_samples)]
+        runs = replay.Replay(work.block, (), work.feed_forward_norm)
+        samples = work.samples(self.spec.search_samples)
+        reference = [runs.run(sample, lambda k, v: (k, v)) for sample in samples]
         power = math.fsum(work.loss(y, torch.zeros_like(y)) for y in reference)
         errors: dict[float | None, float] = {}
         if reference:
-            errors = {alpha: _error(work, absmax, f, reference) for alpha, f in factors.items()}
+            errors = {a: _error(work, runs, absmax, f, reference) for a, f in factors.items()}
             choice = best_of(errors, factors)
         else:
             choice = Choice((alphas[0],), factors[alphas[0]], error=None)
@@ -241,8 +246,10 @@ def _multiply(work: BlockWork, name: str, factors: Tensor) -> None:
         set_parameter(module, leaf, moved.float())
 
 
-def _error(work: BlockWork, absmax: Tensor, factors: Tensor, reference: Sequence[Tensor]) -> float:
-    """Squared error of the block's outputs with K / factors in the quantized cache."""
+def _error(
+    work: BlockWork, runs: Replay, absmax: Tensor, factors: Tensor, reference: Sequence[Tensor]
+) -> float:
+    """Squared error of the hidden states after attention with K / factors in the cache."""
     spec = work.scheme.kv_cache
     assert spec is not None
     seen, divisor = absmax.double() / factors, factors.float().to(work.block.device)
@@ -251,6 +258,4 @@ def _error(work: BlockWork, absmax: Tensor, factors: Tensor, reference: Sequence
         held = cache.through_cache(k / divisor, seen, spec, "k_cache", work.block.sinks)
         return held * divisor, v
 
-    return math.fsum(
-        work.loss(work.block.run(sample, cache=cached), y) for sample, y in enumerate(reference)
-    )
+    return math.fsum(work.loss(runs.run(sample, cached), y) for sample, y in enumerate(reference))

@@ -26,7 +26,7 @@ from pydantic import Field, model_validator
 from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
 from formats.namespace import later
 from formats.scheme import LayerScheme
-from ptq.methods.common.folding import SmoothedGroup
+from ptq.methods.common.folding import SmoothedGroup, Trials
 from ptq.methods.common.migration import Choice, Migration
 from ptq.methods.common.spec import (
     Alpha,
@@ -191,19 +191,16 @@ class SmoothQuant(Migration):
         return self.spec.alphas if self.spec.alpha == "search" else (self.spec.alpha,)
 
     def refined(
-        self,
-        choice: Choice,
-        group: SmoothedGroup,
-        scales: Mapping[float | None, Tensor],
-        reference: Sequence[Tensor],
+        self, choice: Choice, trials: Trials, scales: Mapping[float | None, Tensor]
     ) -> Choice:
         """Search the strengths of pieces, where the recipe asks for more than one."""
         if self.spec.pieces == 1:
             return choice
+        (group,) = trials.groups
         piece = pieces_of(group.x_absmax, self.spec.pieces)
 
         def error(scale: Tensor) -> float:
-            return group.error(group.fold(group.protected(scale)), reference)
+            return trials.error([group.fold(group.protected(scale))])
 
         return search_pieces(piece, scales, choice, error)
 

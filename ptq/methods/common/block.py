@@ -158,6 +158,12 @@ class BlockWork:
         """A module of the block by its full name, such as `model.layers.0.input_layernorm`."""
         return self.block.submodule(name)
 
+    @property
+    def feed_forward_norm(self) -> nn.Module | None:
+        """The norm between the residual stream and the feed-forward layer, where it is known."""
+        norms = (group.source for group in self.groups if group.kind == "mlp_input")
+        return next((self.module(name) for name in norms), None)
+
     def samples(self, most: int) -> Sequence[int]:
         """The first `most` samples: the driver has put them in an order set by their content."""
         return range(min(most, len(self.block.inputs)))

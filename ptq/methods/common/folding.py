@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from calibrate.roles import SINK_INPUT
-from formats.cache_scheme import KVCacheSpec
 from formats.families.groups import SmoothingGroup
 from formats.namespace import later
 from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced, set_parameter
@@ -29,11 +28,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     import kernels.numerics as numerics
+    from calibrate import replay
     from ptq.methods.common import cache, rounding
 else:
     cache = later("ptq.methods.common.cache")
     nn = later("torch.nn")
     numerics = later("kernels.numerics")
+    replay = later("calibrate.replay")
     rounding = later("ptq.methods.common.rounding")
     torch = later("torch")
 
@@ -168,9 +169,16 @@ class SmoothedGroup:
             scale = torch.where((stored == moved).all(dim=0), scale, 1.0)
         return scale
 
-    def error(self, folding: Folding, reference: Sequence[Tensor]) -> float:
-        """`trial_error` of this group alone."""
-        return trial_error([(self, folding)], reference)
+    @property
+    def simulated_modules(self) -> list[nn.Module]:
+        """The modules that compute otherwise while it is `simulated`."""
+        v = [self.source] if self._smooths_v else []
+        return [*v, *self.consumers]
+
+    @property
+    def _smooths_v(self) -> bool:
+        """Whether what is divided passes through a quantized cache."""
+        return self.group.kind == "attention_output" and self.work.scheme.kv_cache is not None
 
     def commit(self, folding: Folding) -> None:
         """Divide the source and multiply the consumers, in the block's float weights."""
@@ -238,13 +246,15 @@ class SmoothedGroup:
                 stored = rounding.round_weight(smoothed, spec, work.scale_dtype(name))
                 weight = QuantizedLinear(stored, spec, scale).dequantized()
                 stack.enter_context(replaced(linear, weight, seen))
-            if self.group.kind == "attention_output" and self.work.scheme.kv_cache is not None:
-                stack.enter_context(self._quantized_v(folding, self.work.scheme.kv_cache))
+            if self._smooths_v:
+                stack.enter_context(self._quantized_v(folding))
             yield
 
     @contextmanager
-    def _quantized_v(self, folding: Folding, spec: KVCacheSpec) -> Iterator[None]:
+    def _quantized_v(self, folding: Folding) -> Iterator[None]:
         """Let V pass through the cache: smoothed, rounded with static scales, and back."""
+        spec = self.work.scheme.kv_cache
+        assert spec is not None
         shape = (-1, self.work.head_dim)  # [kv heads, head_dim]
         observed = self.work.observed(self.work.block.attention, "v_cache")
         absmax = observed.channel_absmax.double() / folding.scale.view(shape)
@@ -262,18 +272,38 @@ class SmoothedGroup:
             handle.remove()
 
 
-def trial_error(
-    trial: Sequence[tuple[SmoothedGroup, Folding]], reference: Sequence[Tensor]
-) -> float:
-    """`BlockWork.loss` of the block's outputs on the first samples, groups as their foldings say.
+class Trials:
+    """Errors of a block's hidden states, with factors of some of its groups as they might be.
 
-    Summed exactly over samples, so that their order does not matter.
+    Of groups in attention they are those that attention leaves to the feed-forward layer, of others
+    the block's outputs: the feed-forward layer, two thirds of a block's products, need not run to
+    tell what attention has lost.
+
+    Attributes:
+        groups: They are tried together.
+        reference: The float block's hidden states for each sample.
     """
-    with ExitStack() as stack:
-        for group, folding in trial:
-            stack.enter_context(group.simulated(folding))
-        work = trial[0][0].work
-        return math.fsum(work.loss(work.block.run(sample), y) for sample, y in enumerate(reference))
+
+    def __init__(self, groups: Sequence[SmoothedGroup], reference: Sequence[Tensor]) -> None:
+        self.groups = groups
+        work, modules = groups[0].work, [m for g in groups for m in g.simulated_modules]
+        attention = all(group.group.kind.startswith("attention") for group in groups)
+        until = work.feed_forward_norm if attention else None
+        self._runs = replay.Replay(work.block, modules, until)
+        samples = range(len(reference))
+        self.reference = reference if until is None else [self._runs.run(i) for i in samples]
+
+    def error(self, foldings: Sequence[Folding]) -> float:
+        """`BlockWork.loss` of the hidden states, the groups' factors as `foldings` say.
+
+        Summed exactly over samples, so that their order does not matter.
+        """
+        work = self.groups[0].work
+        with ExitStack() as stack:
+            for group, folding in zip(self.groups, foldings, strict=True):
+                stack.enter_context(group.simulated(folding))
+            outputs = ((self._runs.run(i), wanted) for i, wanted in enumerate(self.reference))
+            return math.fsum(work.loss(found, wanted) for found, wanted in outputs)
 
 
 def power_of_two(scale: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ v -> o holds as attention mixes tokens, not channels; a KV channel is shared by 
 its group. up -> down holds as down reads act(gate) * up, which is linear in up: this is where the
 massive activations of SwiGLU sit.
 
-Which factors are best is told by the squared error of the block's output with the inputs and
-weights of the group's consumers fake-quantized (and V, where the cache is quantized and v is the
-source) and all else in float. Where no candidate beats leaving the group alone, it is left alone.
+Which factors are best is told by the squared error of the hidden states after attention or after
+the block, whichever the group is in, with the inputs and weights of the group's consumers
+fake-quantized (and V, where the cache is quantized and v is the source) and all else in float.
+Where no candidate beats leaving the group alone, it is left alone.
 
 One scale for all tokens must hold the largest of them. Where tokens differ much in an input, as at
 down in most blocks, ordinary tokens are left few steps, and no factor helps. With `by_token` set,
@@ -39,7 +40,7 @@ from formats.namespace import later
 from formats.scheme import ActivationSpec
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Candidate, Event, SmoothingRow
-from ptq.methods.common.folding import Folding, SmoothedGroup, trial_error
+from ptq.methods.common.folding import Folding, SmoothedGroup, Trials
 from ptq.methods.common.method import Method, Part, group_parts
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Choice:
     Attributes:
         alphas: None is no smoothing.
         scale: Factors [channels] fp64.
-        error: Squared error of the block's outputs with them; None where it was not measured.
+        error: Squared error of the hidden states with them; None where it was not measured.
     """
 
     alphas: tuple[float | None, ...]
@@ -182,60 +183,54 @@ class Migration(Method):
                 and the one candidate is taken.
             power: Sum of its squares.
         """
-        trials: dict[float | None, list[tuple[SmoothedGroup, Folding]]]
-        trials = {None: [(group, group.fold(None)) for group in groups]} if reference else {}
+        foldings: dict[float | None, list[Folding]] = {}
+        if reference:
+            foldings[None] = [group.fold(None) for group in groups]
         for group in groups:
             for alpha, scale in self.candidates(group).items():
-                folding = group.fold(group.protected(scale))
-                trials.setdefault(alpha, []).append((group, folding))
-        scales = {alpha: torch.cat([f.scale for _, f in trial]) for alpha, trial in trials.items()}
+                foldings.setdefault(alpha, []).append(group.fold(group.protected(scale)))
+        scales = {alpha: torch.cat([f.scale for f in own]) for alpha, own in foldings.items()}
         if not reference:
-            choice, errors = Choice(tuple(trials), *scales.values(), error=None), {}
+            choice, errors = Choice(tuple(foldings), *scales.values(), error=None), {}
+            chosen = foldings[choice.alphas[0]]
         else:
-            errors = {alpha: trial_error(trial, reference) for alpha, trial in trials.items()}
+            trials = Trials(groups, reference)
+            errors = {alpha: trials.error(own) for alpha, own in foldings.items()}
             choice = best_of(errors, scales)
-            other = self._scaled_by_token(groups, trials, reference, choice)
+            other = self._scaled_by_token(trials, foldings, choice)
             if other is not None:
                 errors, choice = other, best_of(other, scales)
-        chosen = trials[choice.alphas[0]]
-        if errors and len(groups) == 1:
-            choice = self.refined(choice, groups[0], scales, reference)
-            if len(choice.alphas) > 1:
-                smoothed = any(alpha is not None for alpha in choice.alphas)
-                chosen = [(groups[0], groups[0].fold(choice.scale if smoothed else None))]
+            chosen = foldings[choice.alphas[0]]
+            if len(groups) == 1:
+                choice = self.refined(choice, trials, scales)
+                if len(choice.alphas) > 1:
+                    smoothed = any(alpha is not None for alpha in choice.alphas)
+                    chosen = [groups[0].fold(choice.scale if smoothed else None)]
         consumers = tuple(dict.fromkeys(c for g in groups for c in g.group.consumers))
         row = smoothing_row(self.name, (name, consumers), choice, errors, power)
         groups[0].work.tell(row)
-        return chosen
+        return list(zip(groups, chosen, strict=True))
 
     def _scaled_by_token(
-        self,
-        groups: Sequence[SmoothedGroup],
-        trials: Mapping[float | None, Sequence[tuple[SmoothedGroup, Folding]]],
-        reference: Sequence[Tensor],
-        static: Choice,
+        self, trials: Trials, foldings: Mapping[float | None, Sequence[Folding]], static: Choice
     ) -> dict[float | None, float] | None:
         """Errors of each strength with inputs scaled by token, where that pays; else None."""
-        names = [name for group in groups for name in group.group.consumers]
-        work, error = groups[0].work, static.error
+        names = [name for group in trials.groups for name in group.group.consumers]
+        work, error = trials.groups[0].work, static.error
         if self.by_token is None or error is None or not all(_is_static(work, n) for n in names):
             return None
         with _inputs(work, names, None):
-            if error <= self.by_token * trial_error(trials[None], reference):
+            if error <= self.by_token * trials.error(foldings[None]):
                 return None
         with _inputs(work, names, BY_TOKEN):
-            found = {alpha: trial_error(trial, reference) for alpha, trial in trials.items()}
+            found = {alpha: trials.error(own) for alpha, own in foldings.items()}
         if error <= self.by_token * min(found.values()):
             return None
         self.scaled.update(names)
         return found
 
     def refined(
-        self,
-        choice: Choice,
-        group: SmoothedGroup,
-        scales: Mapping[float | None, Tensor],
-        reference: Sequence[Tensor],
+        self, choice: Choice, trials: Trials, scales: Mapping[float | None, Tensor]
     ) -> Choice:
         """Improve on the best strength for all channels; here it is left as it is."""
         return choice

@@ -182,7 +182,10 @@ def smoothing_lines(
 
 
 def smoothing_memory(kinds: Sequence[SmoothingKind], samples: int, block: BlockSizes) -> int:
-    """`memory` of a search over smoothing groups: outputs, and a group's weights once more."""
-    outputs = samples * FLOAT * block.tokens * block.hidden
+    """`memory` of a search over smoothing groups.
+
+    Outputs of the samples and of the modules before the group, and the group's weights once more.
+    """
+    outputs = samples * (FLOAT * block.tokens * block.hidden + block.sample_bytes)
     consumers = max((block.consumers.get(kind, 0) for kind in kinds), default=0)
     return outputs + FLOAT * consumers + 16 * block.largest + block.sample_bytes

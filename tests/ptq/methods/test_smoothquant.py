@@ -9,7 +9,7 @@ import torch
 
 from kernels.numerics import dequantize, fake_quantize_activations
 from ptq.methods.common.block import replaced
-from ptq.methods.common.folding import SmoothedGroup, fold_vector, source_channel
+from ptq.methods.common.folding import SmoothedGroup, Trials, fold_vector, source_channel
 from ptq.methods.common.migration import Choice
 from ptq.methods.common.rounding import round_to_nearest
 from ptq.methods.rtn import RTNSpec
@@ -137,15 +137,29 @@ def test_smoothing_bounds_inputs_as_predicted(tiny_llama, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["a8w8", "a8w8_dynamic"])
 def test_trial_equals_the_real_thing(tiny_llama, tmp_path, scheme):
-    """The error that the search sees is that of the folded block with its layers rounded."""
+    """The error that the search sees is that of the folded block with its layers rounded.
+
+    Of groups in attention it is seen in what attention leaves to the feed-forward layer.
+    """
+
+    def states(work, kind):
+        read = []
+        hook = work.feed_forward_norm.register_forward_pre_hook(
+            lambda _, args: read.append(args[0])
+        )
+        outputs = [work.block.run(sample) for sample in range(3)]
+        hook.remove()
+        return [x[0] for x in read] if kind.startswith("attention") else outputs
+
     plan = make_plan(tiny_llama, tmp_path, scheme, methods=methods())
     work = observed_work(plan)
-    reference = [work.block.run(sample) for sample in range(3)]
+    whole = [work.block.run(sample) for sample in range(3)]
     for index in range(4):
         work = observed_work(plan)
         group = SmoothedGroup(work, work.groups[index])
-        folding = fold_alpha(group, 0.6)
-        tried = group.error(folding, reference)
+        folding, kind = fold_alpha(group, 0.6), group.group.kind
+        reference = states(work, kind)
+        tried = Trials([group], whole).error([folding])
         group.commit(folding)
         observe(work)
         solved = round_to_nearest(work)
@@ -159,12 +173,12 @@ def test_trial_equals_the_real_thing(tiny_llama, tmp_path, scheme):
                         lambda x, scale=scale: fake_quantize_activations(x, scale),
                     )
                 )
-            outputs = [work.block.run(sample) for sample in range(3)]
+            outputs = states(work, kind)
         real = sum(
             (y.double() - r.double()).square().sum().item()
             for y, r in zip(outputs, reference, strict=True)
         )
-        assert tried == pytest.approx(real, rel=0.02), group.group.kind
+        assert tried == pytest.approx(real, rel=0.02), kind
 
 
 def test_trial_of_v_includes_the_quantized_cache(tiny_llama, tmp_path):
@@ -174,7 +188,7 @@ def test_trial_of_v_includes_the_quantized_cache(tiny_llama, tmp_path):
         reference = [work.block.run(sample) for sample in range(2)]
         group = next(g for g in work.groups if g.kind == "attention_output")
         smoothed = SmoothedGroup(work, group)
-        errors[scheme] = smoothed.error(fold_alpha(smoothed, 0.5), reference)
+        errors[scheme] = Trials([smoothed], reference).error([fold_alpha(smoothed, 0.5)])
     assert errors["a8w8c8"] > 1.05 * errors["a8w8"]
 
 
