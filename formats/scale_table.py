@@ -16,7 +16,7 @@ from torch import Tensor
 
 from formats.documents import parse
 from formats.errors import CheckpointError
-from formats.scheme import Strict
+from formats.scheme import ActivationSpec, Strict, WeightSpec
 
 Role = Literal["weight", "input", "input_sink", "k_cache", "v_cache"]
 TOGETHER = 32  # scales that are read at once
@@ -55,6 +55,35 @@ class ScaleEntry(Strict):
     tokens: int = Field(ge=0)
     clip_fraction: float = Field(ge=0, le=1)
     sqnr_db: float | None
+
+
+def imported_entry(
+    tensor: str, role: Role, scale: Tensor, spec: WeightSpec | ActivationSpec, absmax: float
+) -> ScaleEntry:
+    """The row of a scale that another tool has chosen.
+
+    Args:
+        tensor: Its name in the checkpoint.
+        role: What it belongs to.
+        scale: The scale.
+        spec: How what it scales is quantized.
+        absmax: The largest magnitude that it stands for.
+    """
+    return ScaleEntry(
+        module=tensor.rpartition(".")[0],
+        role=role,
+        dtype=spec.dtype,
+        granularity=spec.granularity,
+        shape=tuple(scale.shape),
+        tensor=tensor,
+        scale_min=scale.min().item(),
+        scale_max=scale.max().item(),
+        statistic="imported",
+        absmax=absmax,
+        tokens=0,
+        clip_fraction=0.0,
+        sqnr_db=None,
+    )
 
 
 class ScaleTable(Strict):

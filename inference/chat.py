@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from formats.chat_template import has_chat_template
 from formats.command import CommandParser, run_command
 from formats.errors import RequestError
+from formats.gguf.locate import locate_model
 from formats.namespace import later
-from formats.stored.other_kinds import locate_model
 from inference.arguments import (
     add_content_argument,
     add_engine_arguments,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
+from formats.gguf.locate import locate_model
 from formats.text_tokens import text_tokens
 from formats.tokenizer import end_tokens, load_tokenizer
 from inference.backend import Backend, choose_backend, require_device
@@ -166,7 +167,7 @@ class Engine:
         """Load a checkpoint, float or quantized.
 
         Args:
-            path: Its folder, or `organization/model` on the Hugging Face hub.
+            path: Its folder, a .gguf file, or `organization/model` on the Hugging Face hub.
             revision: Branch, tag or commit there.
             config: Sizes.
             device: Where it runs: cpu, cuda or cuda:N.
@@ -178,7 +179,8 @@ class Engine:
             EngineError: the device is not one that is run on, or its memory is too small.
         """
         require_device(device)  # first: the rest takes its time
-        checkpoint = Checkpoint.open(path, quantized_kv=quantized_kv, revision=revision)
+        folder = locate_model(path, revision)
+        checkpoint = Checkpoint.open(folder, quantized_kv=quantized_kv)
         check_config(checkpoint)  # before the tokenizer, which reads config.json too
         tokenizer = load_tokenizer(checkpoint.path)
         sizes = config or EngineConfig()

@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING
 
 from formats.command import CommandParser, count, run_command
 from formats.errors import EngineError, RequestError
+from formats.gguf.locate import locate_model
 from formats.namespace import later
-from formats.stored.other_kinds import locate_model
 from inference.arguments import (
     add_beam_arguments,
     add_content_argument,

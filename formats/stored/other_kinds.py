@@ -31,6 +31,12 @@ def refuse_other_kinds(path: Path) -> None:
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     for file in files:
         kind = OTHERS.get(file.suffix.lower())
+        if kind == "GGUF":
+            raise CheckpointError(
+                f"{path}: found a GGUF file ({file.name}) where a folder is needed. Commands take "
+                f"the file itself; a folder of it is made by `ptq convert {file} FOLDER --to "
+                "compressed_tensors`"
+            )
         if kind is not None:
             raise CheckpointError(
                 f"{path}: found {kind} ({file.name}), another runtime's format, which is not read "

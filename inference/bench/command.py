@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from formats.command import CommandParser, count, device
-from formats.stored.other_kinds import locate_model
+from formats.gguf.locate import locate_model
 from inference.arguments import (
     add_invariant_argument,
     add_parallel_argument,

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from formats.command import run_command
 from formats.errors import RequestError
+from formats.gguf.locate import locate_model
 from formats.namespace import later
 from formats.stored.folder import read_config
-from formats.stored.other_kinds import locate_model
 from inference.server.arguments import KEY, parser, queue_limits, sizes
 from inference.server.data_parallel.fleet import EngineFleet
 from inference.server.data_parallel.placement import places, usable_cores

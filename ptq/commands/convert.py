@@ -3,11 +3,13 @@
     ptq convert SRC DST --to gptq|gptq_v2|awq|fp8_block|paddle
     ptq convert SRC DST --to compressed_tensors [--tables DIR]
     ptq convert SRC DST --to float [--dtype TYPE]
+    ptq convert SRC DST.gguf --to gguf
 
 The first from a compressed-tensors folder; the second from GPTQ, AWQ, AutoRound, FP8 blocks,
-bitsandbytes' int8 or neural-compressor's huggingface format, or from a model with PaddleNLP's
-tables of scales beside it; the third from all of these, from bitsandbytes' nf4 and fp4, and from
-GPTQ with act-order, of 2 and 3 bits, or in groups of any size.
+bitsandbytes' int8 or neural-compressor's huggingface format, from a .gguf file, or from a model
+with PaddleNLP's tables of scales beside it; the third from all of these, from bitsandbytes' nf4 and
+fp4, and from GPTQ with act-order, of 2 and 3 bits, or in groups of any size; the last from a
+compressed-tensors folder or a float model, for llama.cpp, Ollama and LM Studio.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
+from formats.gguf.locate import is_gguf, locate_model
 from formats.namespace import later
-from formats.stored.other_kinds import locate_model
 from ptq.commands.arguments import add_quiet
 from ptq.convert import FLOAT_TYPES, TARGETS
 
@@ -38,9 +40,9 @@ def parser() -> argparse.ArgumentParser:
         "source",
         type=Path,
         metavar="SRC",
-        help="folder, or its name on the hub",
+        help="folder, its name on the hub, or a .gguf file",
     )
-    made.add_argument("out", type=Path, metavar="DST", help="folder to make")
+    made.add_argument("out", type=Path, metavar="DST", help="folder to make, or DST.gguf")
     made.add_argument("--to", required=True, choices=TARGETS, help="layout to write")
     made.add_argument("--tables", type=Path, metavar="DIR", help="PaddleNLP's tables of scales")
     made.add_argument(
@@ -54,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a checkpoint; 0 on success."""
     arguments = parser().parse_args(argv)
-    source = locate_model(arguments.source)
+    source = arguments.source if is_gguf(arguments.source) else locate_model(arguments.source)
     done = conversion.convert(
         source,
         arguments.out,

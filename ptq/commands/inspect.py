@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from formats.command import CommandParser, count
 from formats.errors import RequestError
 from formats.files import replace_file
+from formats.gguf.locate import locate_model
 from formats.namespace import later
-from formats.stored.other_kinds import locate_model
 
 if TYPE_CHECKING:
     from formats.checkpoint import read

@@ -21,8 +21,8 @@ from typing import get_args
 
 from formats.command import CommandParser
 from formats.errors import RecipeError
+from formats.gguf.locate import locate_model
 from formats.hub import is_hub_id
-from formats.stored.other_kinds import locate_model
 from ptq.commands import run
 from ptq.commands.arguments import add_quiet, add_settings
 from ptq.recipe.budget import LIMITS, Target
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Quantize a model and report what it cost; 0 where its verdict is not red."""
     arguments = _parsed(argv)
     if not is_hub_id(arguments.model):
-        locate_model(arguments.model)
+        locate_model(arguments.model, floats=True)
     settings = settings_for(
         arguments.model,
         data=arguments.data,

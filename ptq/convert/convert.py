@@ -32,6 +32,8 @@ from formats.foreign.gptq import Version, gptq_config, gptq_layout, refuse_gptq
 from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import refuse_pickle
 from formats.foreign.paddle import paddle_tables
+from formats.gguf.locate import is_gguf
+from formats.gguf.unpack import unpack
 from formats.lock import target_locked
 from formats.scheme import Scheme
 from formats.stored.folder import SETTINGS_FILES, read_config
@@ -41,6 +43,7 @@ from ptq.convert.conversion import Conversion, compare, parts, require_same, unq
 from ptq.convert.from_foreign import import_folder
 from ptq.convert.from_paddle import import_tables
 from ptq.convert.to_float import to_float
+from ptq.convert.to_gguf import to_gguf
 from ptq.version import version as own_version
 
 SHARD_BYTES = 2 << 30
@@ -60,9 +63,9 @@ def convert(
     """Write a checkpoint in another layout; memory held is one layer and one shard.
 
     Args:
-        source: Folder of a quantized checkpoint, or its name on the hub; with `tables`, of a float
-            model.
-        out: Folder to make.
+        source: Folder of a quantized checkpoint, its name on the hub, or a .gguf file; with
+            `tables`, or for `gguf`, the folder of a float model, too.
+        out: Folder to make; for `gguf` a file.
         target: One of `ptq.convert.TARGETS`.
         tables: Folder of PaddleNLP's tables of scales, for `compressed_tensors`.
         dtype: Type of the weights, for `float`; None for the one that config.json says.
@@ -74,7 +77,7 @@ def convert(
         CheckpointError: the target cannot express the checkpoint, a file is damaged, or another
             process writes to `out`; nothing is left.
     """
-    source, out = locate_model(source), Path(out)
+    source, out = Path(source) if is_gguf(source) else locate_model(source), Path(out)
     _check_paths(source, out)
     _check_options(target, tables, dtype)
     with target_locked(out):
@@ -92,6 +95,8 @@ def _convert(
     progress: bool,
 ) -> Conversion:
     """`convert` by what the source holds."""
+    if is_gguf(source):
+        return _from_gguf(source, out, target, tables, dtype, force, progress)
     refuse_pickle(source)
     if tables is not None:
         return import_tables(source, Path(tables), out, force, shard_bytes, progress)
@@ -100,6 +105,8 @@ def _convert(
     if target == "float":
         return to_float(source, out, dtype, force, shard_bytes, progress)
     checkpoint, foreign = Checkpoint.open(source, to_run=False), is_foreign(quantization)
+    if target == "gguf" and not foreign:
+        return to_gguf(checkpoint, out, force, progress)
     if foreign != (target == "compressed_tensors"):
         method = (quantization or {}).get("quant_method")
         found = f"the layout {method}" if quantization else "no quantized weights"
@@ -114,6 +121,24 @@ def _convert(
     if target == "paddle":
         return _export_tables(checkpoint, out, force)
     return _export(checkpoint, out, target, force, shard_bytes, progress)
+
+
+def _from_gguf(
+    source: Path,
+    out: Path,
+    target: str,
+    tables: str | Path | None,
+    dtype: str | None,
+    force: bool,
+    progress: bool,
+) -> Conversion:
+    if target not in ("compressed_tensors", "float") or tables is not None or dtype is not None:
+        raise CheckpointError(
+            f"{source}: a GGUF file is converted to compressed_tensors or float, without --tables "
+            f"and --dtype; found --to {target}. Convert it to compressed_tensors first, then that"
+        )
+    done = unpack(source, out, floats=target == "float", force=force, progress=progress)
+    return Conversion(modules=done.kept, scale_rounding=0.0, notes=done.notes)
 
 
 def _check_paths(source: Path, out: Path) -> None:
@@ -255,6 +280,9 @@ def describe(done: Conversion, out: Path, target: str) -> list[str]:
         exact = f"rounded, by at most {done.scale_rounding:.2g} of their value"
         weights = exact if done.scale_rounding else "exact"
         return [f"{out}: a float model of {done.modules} layers, weights {weights}", *done.notes]
+    if target == "gguf":
+        first = f"{out}: {done.modules} quantized layers, integers equal to the source's bit for bit"
+        return [f"{first}; scales in fp16", *done.notes]
     if done.rounded:
         return [
             f"{out}: {done.modules} layers, rounded to the nearest with given scales",

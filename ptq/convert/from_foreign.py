@@ -19,8 +19,8 @@ from formats.errors import CheckpointError
 from formats.families.names import HEAD
 from formats.foreign.folder import named
 from formats.foreign.settings import integer_weights
-from formats.scale_table import Role, ScaleEntry, ScaleTable
-from formats.scheme import ActivationSpec, LayerScheme, WeightSpec
+from formats.scale_table import ScaleEntry, ScaleTable, imported_entry
+from formats.scheme import LayerScheme
 from formats.stored.weights import (
     StoredWeight,
     read_weights,
@@ -112,31 +112,11 @@ def _entries(
     assert spec is not None
     values = dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
     absmax, scale = values.abs().max().item(), scale_in_table(spec, weight)
-    yield _entry(f"{module}.weight_scale", "weight", scale, spec, absmax)
+    yield imported_entry(f"{module}.weight_scale", "weight", scale, spec, absmax)
     if inputs is not None:
         assert activations is not None
         reach = inputs.item() * TYPES[activations.dtype].top
-        yield _entry(f"{module}.input_scale", "input", inputs, activations, reach)
-
-
-def _entry(
-    tensor: str, role: Role, scale: Tensor, spec: WeightSpec | ActivationSpec, absmax: float
-) -> ScaleEntry:
-    return ScaleEntry(
-        module=tensor.rpartition(".")[0],
-        role=role,
-        dtype=spec.dtype,
-        granularity=spec.granularity,
-        shape=tuple(scale.shape),
-        tensor=tensor,
-        scale_min=scale.min().item(),
-        scale_max=scale.max().item(),
-        statistic="imported",
-        absmax=absmax,
-        tokens=0,
-        clip_fraction=0.0,
-        sqnr_db=None,
-    )
+        yield imported_entry(f"{module}.input_scale", "input", inputs, activations, reach)
 
 
 def _import_notes(source: Checkpoint, quantization: Mapping[str, Any]) -> tuple[str, ...]:

@@ -50,10 +50,10 @@ from calibrate.spec import DatasetSpec, ObserverSpec
 from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.targets import is_ignored
 from formats.families.names import is_weight_only
+from formats.gguf.locate import locate_model
 from formats.hub import find_model
 from formats.scheme import LayerScheme, Scheme, Strict
 from formats.stored.folder import MOST_SINKS
-from formats.stored.other_kinds import locate_model
 from ptq.methods.registry import AnyMethod
 from ptq.recipe.budget import BudgetSpec
 from ptq.recipe.method_list import method_fault
@@ -98,7 +98,7 @@ class ModelSpec(Strict):
         Raises:
             CheckpointError: there is none, or it cannot be had.
         """
-        return locate_model(self.path, self.revision)
+        return locate_model(self.path, self.revision, floats=True)
 
     @property
     def told(self) -> str:

@@ -1,0 +1,54 @@
+"""Where the folder of a model is that a user names: a folder, a name on the hub, a .gguf file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from formats.lock import target_locked
+from formats.namespace import later
+from formats.stored import other_kinds
+
+if TYPE_CHECKING:
+    from formats.gguf import unpack
+else:
+    unpack = later("formats.gguf.unpack")
+
+LAYOUT = 1  # of the folders that are made; a change of it makes them again
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path is that of a .gguf file."""
+    return Path(path).suffix.lower() == ".gguf" and Path(path).is_file()
+
+
+def locate_model(name: str | Path, revision: str | None = None, *, floats: bool = False) -> Path:
+    """The folder of a model; that of a .gguf file is made when it is asked for first, and kept.
+
+    It is kept in `PTQ_CACHE`, or else `~/.cache/ptq`, under `gguf/`.
+
+    Args:
+        name: A folder, a .gguf file, or a model's name (`formats.hub`).
+        revision: Branch, tag or commit of a model on the hub.
+        floats: Whether integers of a .gguf file become floats, to be quantized anew.
+
+    Raises:
+        CheckpointError: there is no such model, it cannot be had, or it is of a kind that is not
+            read here.
+    """
+    if not is_gguf(name):
+        return other_kinds.locate_model(name, revision)
+    path = Path(name).resolve()
+    state = path.stat()
+    seen = f"{path} {state.st_size} {state.st_mtime_ns} {floats} {LAYOUT}"
+    key = hashlib.sha256(seen.encode()).hexdigest()[:16]
+    cache = os.environ.get("PTQ_CACHE") or Path.home() / ".cache" / "ptq"
+    folder = Path(cache) / "gguf" / f"{path.stem}-{key}"
+    if not (folder / "config.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with target_locked(folder):
+            if not (folder / "config.json").is_file():
+                unpack.unpack(path, folder, floats=floats, progress=True)
+    return folder

@@ -1,0 +1,282 @@
+"""A folder of ours out of a .gguf file.
+
+Linear layers in Q8_0, Q5_0, Q4_0 and IQ4_NL keep their integers and scales, in groups of 32, and so
+does the head where its type is one of these, with the embedding where they are one tensor. Layers
+that read one input, which run as one, are stored alike: as int4 where all are Q4_0, else as int8,
+which holds all of these types. All other matrices are dequantized by the package `gguf`: Q4_1,
+whose blocks have a smallest value in the place of an integer zero point, K- and other I-quants, and
+layers that read one input with such a one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from formats.checkpoint.write import CheckpointWriter
+from formats.command import bar
+from formats.errors import CheckpointError
+from formats.families.family import Attention, Family
+from formats.families.names import EMBEDDING, HEAD, is_projection
+from formats.gguf.architectures import (
+    NOT_WEIGHTS,
+    find_architecture,
+    neighbours,
+    own_name,
+    settings,
+    tensor_names,
+)
+from formats.gguf.blocks import scheme_of, unpacked
+from formats.gguf.file import GgufFile, Stored
+from formats.gguf.tokenizer import token_ids, tokenizer_documents
+from formats.namespace import later
+from formats.scale_table import ScaleEntry, ScaleTable, imported_entry
+from formats.scheme import LayerScheme, Scheme
+from formats.stored.weights import StoredWeight, scale_in_table
+
+if TYPE_CHECKING:
+    import gguf  # pyright: ignore[reportMissingImports]
+    import transformers
+else:
+    gguf = later("gguf")
+    transformers = later("transformers")
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the folder, as it lies in the file.
+
+    Attributes:
+        name: Its full name here.
+        stored: The file's type and numbers, those of this tensor alone.
+    """
+
+    name: str
+    stored: Stored
+
+    @property
+    def module(self) -> str:
+        """Full name of its module."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass
+class Unpacked:
+    """What became of a file.
+
+    Attributes:
+        kept: How many layers kept their integers.
+        dequantized: How many matrices were dequantized, by their type in the file.
+    """
+
+    kept: int = 0
+    dequantized: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the reader of the folder should know, each a sentence."""
+        made = ", ".join(f"{count} in {kind}" for kind, count in self.dequantized.most_common())
+        return (
+            *([f"{self.kept} layers keep their integers and scales."] if self.kept else []),
+            *([f"Matrices became floats: {made}."] if made else []),
+        )
+
+
+def unpack(
+    path: Path, out: Path, *, floats: bool = False, force: bool = False, progress: bool = False
+) -> Unpacked:
+    """Write the folder; memory held is one shard.
+
+    Args:
+        path: The .gguf file.
+        out: The folder to make.
+        floats: Whether integers become floats, too.
+        force: Whether an existing `out` may be replaced.
+        progress: Whether to show a bar.
+
+    Raises:
+        CheckpointError: the file or its architecture is not read here, tensors are missing or not
+            known; nothing is left.
+    """
+    file = GgufFile(path)
+    values, family = settings(file)
+    documents = tokenizer_documents(file)
+    parts = list(_parts(file, family, values))
+    shared = values["tie_word_embeddings"]
+    layers = _schemes(parts, family, tied=shared)
+    if floats or set(layers) == {
+        HEAD
+    }:  # a checkpoint of which nothing else is quantized is a float one
+        layers = {}
+    dtype = _float_type(file)
+    done, rows = Unpacked(), list[ScaleEntry]()
+    with CheckpointWriter(
+        out,
+        config=_config(values | token_ids(file), dtype),
+        scheme=_main(layers),
+        layers=layers if HEAD in layers or len(set(layers.values())) > 1 else None,
+        ignore=[p.module for p in parts if p.module not in layers and is_projection(p.module)],
+        shared_head=HEAD if shared and HEAD in layers else None,
+        force=force,
+    ) as writer:
+        for part in bar(parts, title="Reading", unit="tensor", shown=progress):
+            head = shared and part.module == EMBEDDING
+            module = HEAD if head else part.module
+            if part.name.endswith(".weight") and module in layers:
+                weight = _weight(path, part, layers[module])
+                writer.add_linear(module, weight, torch.float16)
+                rows.append(_row(module, weight, layers[module]))
+                done.kept += 1
+            else:
+                writer.add(part.name, _float(part, family, dtype, done))
+        writer.finish(ScaleTable(entries=tuple(rows)), documents)
+    return done
+
+
+def _config(values: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """config.json: the settings, and those that transformers adds for the model's type."""
+    general = transformers.PretrainedConfig().to_dict().keys() - values.keys()
+    made = transformers.AutoConfig.for_model(**values).to_dict()
+    made = {key: value for key, value in made.items() if key not in general}
+    name = {torch.float32: "float32", torch.float16: "float16"}.get(dtype, "bfloat16")
+    classes = {"gemma3_text": "Gemma3ForCausalLM"}
+    spelled = "".join(part.capitalize() for part in values["model_type"].split("_"))
+    return made | {
+        "architectures": [classes.get(values["model_type"], f"{spelled}ForCausalLM")],
+        "dtype": name,
+    }
+
+
+def _float_type(file: GgufFile) -> torch.dtype:
+    """Type of the folder's float weights: that of the file's, fp16 of dequantized ones."""
+    kinds = {stored.kind for stored in file.tensors.values() if len(stored.shape) > 1}
+    if kinds == {"F32"}:
+        return torch.float32
+    return torch.bfloat16 if "BF16" in kinds else torch.float16
+
+
+def _parts(file: GgufFile, family: Family, values: dict[str, Any]) -> Iterator[Part]:
+    """The folder's tensors: experts one by one, merged layers in their parts, rows in our order.
+
+    Raises:
+        CheckpointError: a tensor is not known.
+    """
+    names, permuted = tensor_names(family), find_architecture(file).permuted
+    heads = {"q": values["num_attention_heads"], "k": values["num_key_value_heads"]}
+    attention, mlp = family.attention, family.feed_forward
+    assert isinstance(attention, Attention)
+    cut = {
+        attention.merged: (attention.qkv, [heads["q"], heads["k"], heads["k"]]),
+        mlp.merged: (mlp.gate_up, [1, 1]),
+    }
+    for name, stored in file.tensors.items():
+        if name in NOT_WEIGHTS:
+            continue
+        own = own_name(name, names)
+        if own is None:
+            raise CheckpointError(
+                f"{file.path}: found the tensor {name}, which {file.architecture} models have not "
+                "here. Update ptq, or give the folder of the original model"
+            )
+        module, _, leaf = own.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        if "{}" in own:
+            for expert in range(stored.shape[0]):
+                one = Stored(stored.kind, stored.shape[1:], stored.data[expert])
+                yield Part(own.format(expert), one)
+        elif last in cut and last in family.stored_merged:
+            parts, sizes = cut[last]
+            unit, first = stored.shape[0] // sum(sizes), 0
+            for part, size in zip(parts, sizes, strict=True):
+                rows = slice(first, first + unit * size)
+                yield Part(f"{parent}.{part}.{leaf}", _rows(stored, rows))
+                first = rows.stop
+        elif permuted and last in attention.qkv[:2]:
+            count = heads["q" if last == attention.q else "k"]
+            order = np.argsort(neighbours(stored.shape[0], count))
+            yield Part(own, _rows(stored, order))
+        else:
+            yield Part(own, stored)
+
+
+def _rows(stored: Stored, rows: Any) -> Stored:
+    data = stored.data[rows]
+    return Stored(stored.kind, (len(data), *stored.shape[1:]), data)
+
+
+def _schemes(parts: list[Part], family: Family, *, tied: bool) -> dict[str, LayerScheme]:
+    """Layers that keep their integers, with how they are stored."""
+    attention = family.attention
+    assert isinstance(attention, Attention)
+    runs = [attention.qkv, *(layer.gate_up for layer in family.feed_forwards)]
+    first = {leaf: run[0] for run in runs for leaf in run}
+    together: dict[
+        str, dict[str, str]
+    ] = {}  # types of modules, by the first that reads their input
+    for part in parts:
+        module = HEAD if tied and part.module == EMBEDDING else part.module
+        if part.name.endswith(".weight") and (is_projection(module) or module == HEAD):
+            parent, _, leaf = module.rpartition(".")
+            together.setdefault(f"{parent}.{first.get(leaf, leaf)}", {})[module] = part.stored.kind
+    found: dict[str, LayerScheme] = {}
+    for kinds in together.values():
+        scheme = scheme_of(kinds.values())
+        if scheme is not None:
+            found |= dict.fromkeys(kinds, scheme)
+    return found
+
+
+def _weight(path: Path, part: Part, scheme: LayerScheme) -> StoredWeight:
+    try:
+        return unpacked(part.stored.kind, part.stored.data, scheme)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {part.name}: {error}; get the file again") from error
+
+
+def _main(layers: dict[str, LayerScheme]) -> Scheme:
+    """The scheme that most layers but the head have."""
+    if not layers:
+        return Scheme()
+    inside = [scheme for module, scheme in layers.items() if module != HEAD]
+    ((most, _),) = Counter(inside).most_common(1)
+    return Scheme(weights=most.weights)
+
+
+def _float(part: Part, family: Family, dtype: torch.dtype, done: Unpacked) -> Tensor:
+    """A tensor in floats: matrices in the folder's type, vectors in fp32 where that holds less."""
+    stored = part.stored
+    if stored.kind in FLOATS:
+        values = (
+            torch.from_numpy(stored.data.copy()).view(FLOATS[stored.kind]).reshape(stored.shape)
+        )
+    else:
+        kind = gguf.GGMLQuantizationType[stored.kind]
+        values = torch.from_numpy(gguf.dequantize(stored.data, kind)).reshape(stored.shape)
+        done.dequantized[stored.kind] += 1
+    if len(stored.shape) > 1:
+        return values.to(dtype)
+    if part.module.rpartition(".")[2].endswith("norm"):
+        values = values.float() - family.norms.offset
+    narrow = values.to(dtype)
+    return narrow if torch.equal(narrow.to(values.dtype), values) else values.float()
+
+
+def _row(module: str, weight: StoredWeight, scheme: LayerScheme) -> ScaleEntry:
+    spec = scheme.weights
+    assert spec is not None
+    steps = weight.q.view(*weight.scale.shape, -1).float()
+    if weight.zero_point is not None:
+        steps = steps - weight.zero_point[..., None]
+    absmax = (steps.abs().amax(dim=-1) * weight.scale).max().item()
+    return imported_entry(
+        f"{module}.weight_scale", "weight", scale_in_table(spec, weight), spec, absmax
+    )
