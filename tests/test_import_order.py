@@ -5,7 +5,7 @@
     inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
                  < parallel, speculate < engine < bench, server
     calibrate    from a model and text to statistics
-    formats      scheme < families < published < modeling < stored < foreign < checkpoint
+    formats      scheme < families < published < modeling < stored < foreign < checkpoint < gguf
     kernels      numerics, packed_cache < reference < cpu < ops < triton < bench
 
 Each of the five packages imports those below it: `inference` stands beside `calibrate`, and only
@@ -56,7 +56,7 @@ FLOORS = {
         stored
         foreign
         checkpoint
-        tokenizer""",
+        tokenizer gguf""",
     "inference": """
         requests
         scheduling

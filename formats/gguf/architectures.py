@@ -38,11 +38,13 @@ class Architecture:
         model_type: Of config.json, by what the file holds.
         own: Its settings beside `common_settings`, as config.json has them.
         permuted: Whether rows of q and k are permuted.
+        needs_head: Whether a file holds the head where it is the embedding, too.
     """
 
     model_type: Callable[[GgufFile], str]
     own: Callable[[GgufFile, Values], Values] = lambda _, __: {}
     permuted: bool = False
+    needs_head: bool = False
 
 
 def find_architecture(file: GgufFile) -> Architecture:
@@ -80,19 +82,19 @@ def settings(file: GgufFile) -> tuple[Values, Family]:
 
 def _common(file: GgufFile) -> Values:
     """What all architectures have."""
-    heads = file.value("{arch}.attention.head_count", int)
-    hidden = file.value("{arch}.embedding_length", int)
-    head_dim = file.value("{arch}.attention.key_length", int, hidden // heads)
+    heads = file.count("{arch}.attention.head_count")
+    hidden = file.count("{arch}.embedding_length")
+    head_dim = file.count("{arch}.attention.key_length", hidden // heads)
     return {
         "vocab_size": _require(file, "token_embd.weight").shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": file.value("{arch}.block_count", int),
-        "intermediate_size": file.value("{arch}.feed_forward_length", int),
+        "num_hidden_layers": file.count("{arch}.block_count"),
+        "intermediate_size": file.count("{arch}.feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.value("{arch}.attention.head_count_kv", int, heads),
+        "num_key_value_heads": file.count("{arch}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": _decimal(file.value("{arch}.attention.layer_norm_rms_epsilon", float)),
-        "max_position_embeddings": file.value("{arch}.context_length", int),
+        "max_position_embeddings": file.count("{arch}.context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(file, head_dim),
     }
@@ -112,7 +114,7 @@ def _require(file: GgufFile, name: str) -> Any:
 def _rope(file: GgufFile, head_dim: int) -> Values:
     """Rotary embedding, as transformers' `rope_parameters`."""
     theta = _decimal(file.value("{arch}.rope.freq_base", float, 10_000.0))
-    turned = file.value("{arch}.rope.dimension_count", int, head_dim)
+    turned = file.count("{arch}.rope.dimension_count", head_dim)
     kind = file.value("{arch}.rope.scaling.type", str, "none")
     made: Values = {"rope_type": "default", "rope_theta": theta}
     if turned != head_dim:
@@ -168,8 +170,8 @@ def _llama3(file: GgufFile, theta: float, turned: int) -> Values:
 
 def _mixtral(file: GgufFile) -> Values:
     return {
-        "num_local_experts": file.value("{arch}.expert_count", int),
-        "num_experts_per_tok": file.value("{arch}.expert_used_count", int),
+        "num_local_experts": file.count("{arch}.expert_count"),
+        "num_experts_per_tok": file.count("{arch}.expert_used_count"),
     }
 
 
@@ -181,18 +183,24 @@ def _llama(file: GgufFile, _: Values) -> Values:
 def _qwen_moe(file: GgufFile, _: Values) -> Values:
     shared = file.value("{arch}.expert_shared_feed_forward_length", int, 0)
     return {
-        "num_experts": file.value("{arch}.expert_count", int),
-        "num_experts_per_tok": file.value("{arch}.expert_used_count", int),
-        "moe_intermediate_size": file.value("{arch}.expert_feed_forward_length", int),
+        "num_experts": file.count("{arch}.expert_count"),
+        "num_experts_per_tok": file.count("{arch}.expert_used_count"),
+        "moe_intermediate_size": file.count("{arch}.expert_feed_forward_length"),
         "norm_topk_prob": file.architecture == "qwen3moe",
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     } | ({"shared_expert_intermediate_size": shared} if shared else {})
 
 
-def _query_scale(values: Values, largest: int) -> float:
-    """What queries are scaled by: the largest model of a series divides its width by its heads."""
-    if values["num_hidden_layers"] == largest:
+LARGEST = {"gemma2": 46, "gemma3": 62}  # blocks of the largest models of a series
+
+
+def query_scale(architecture: str, values: Mapping[str, Any]) -> float:
+    """What queries are divided by the root of: no file says it, llama.cpp knows it by the size.
+
+    It is the size of a head, but in the largest models of a series the width divided by the heads.
+    """
+    if values["num_hidden_layers"] == LARGEST[architecture]:
         return values["hidden_size"] / values["num_attention_heads"]
     return values["head_dim"]
 
@@ -201,8 +209,8 @@ def _gemma2(file: GgufFile, values: Values) -> Values:
     return {
         "attn_logit_softcapping": file.value("{arch}.attn_logit_softcapping", float, 50.0),
         "final_logit_softcapping": file.value("{arch}.final_logit_softcapping", float, 30.0),
-        "sliding_window": file.value("{arch}.attention.sliding_window", int, 4096),
-        "query_pre_attn_scalar": _query_scale(values, 46),
+        "sliding_window": file.count("{arch}.attention.sliding_window", 4096),
+        "query_pre_attn_scalar": query_scale(file.architecture, values),
     }
 
 
@@ -210,8 +218,8 @@ def _gemma3(file: GgufFile, values: Values) -> Values:
     local = _decimal(file.value("{arch}.rope.freq_base_swa", float, 10_000.0))
     softcap = file.value("{arch}.final_logit_softcapping", float, 0.0)
     return {
-        "sliding_window": file.value("{arch}.attention.sliding_window", int, 4096),
-        "query_pre_attn_scalar": _query_scale(values, 62),
+        "sliding_window": file.count("{arch}.attention.sliding_window", 4096),
+        "query_pre_attn_scalar": query_scale(file.architecture, values),
         "final_logit_softcapping": softcap or None,
         "rope_parameters": {
             "full_attention": values["rope_parameters"],
@@ -235,13 +243,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         permuted=True,
     ),
     "qwen2": Architecture(lambda _: "qwen2"),
-    "qwen2moe": Architecture(lambda _: "qwen2_moe", _qwen_moe),
+    "qwen2moe": Architecture(lambda _: "qwen2_moe", _qwen_moe, needs_head=True),
     "qwen3": Architecture(lambda _: "qwen3"),
     "qwen3moe": Architecture(lambda _: "qwen3_moe", _qwen_moe),
     "gemma2": Architecture(lambda _: "gemma2", _gemma2),
     "gemma3": Architecture(lambda _: "gemma3_text", _gemma3),
     "phi3": Architecture(lambda _: "phi3", _phi3),
-    "olmo2": Architecture(lambda _: "olmo2"),
+    "olmo2": Architecture(lambda _: "olmo2", needs_head=True),
     "glm4": Architecture(lambda _: "glm4"),
 }
 

@@ -21,6 +21,7 @@ else:
 
 MAGIC = b"GGUF"
 AGAIN = "get the file again"
+MOST = 2**31
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,15 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        reader = _opened(path)
-        self.metadata: dict[str, Any] = {
-            name: field.contents() for name, field in reader.fields.items()
-        }
-        self.tensors = {
-            tensor.name: Stored(
-                tensor.tensor_type.name, tuple(int(n) for n in tensor.shape[::-1]), tensor.data
-            )
-            for tensor in reader.tensors
-        }
+        self.metadata, self.tensors = _read(path)
         parts = self.metadata.get("split.count", 1)
         if parts > 1:
             raise CheckpointError(
                 f"{path}: found one of {parts} parts of a model. Join them first: "
                 f"llama-gguf-split --merge {path.name} WHOLE.gguf, with the first part's name"
             )
-        self.architecture: str = self.value("general.architecture", str)
+        self.architecture: str = ""
+        self.architecture = self.value("general.architecture", str)
 
     def value(self, key: str, kind: type, default: Any = None) -> Any:
         """A value of the metadata; `{arch}` in the key stands for the architecture.
@@ -86,12 +79,47 @@ class GgufFile:
         if kind is float and type(found) is int:
             found = float(found)
         if not isinstance(found, kind) or (kind is not bool and isinstance(found, bool)):
-            state = "is missing" if found is None else f"is {found!r}"
-            raise CheckpointError(f"{self.path}: {full} {state}; needed is {kind.__name__}")
+            raise self._unfit(full, found, kind.__name__)
         return found
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """A size: an integer from 1 to 2^31; see `value`.
 
-def _opened(path: Path) -> gguf.GGUFReader:
+        Raises:
+            CheckpointError: it is none.
+        """
+        found = self.value(key, int, default)
+        if not 0 < found <= MOST:
+            raise self._unfit(key, found, f"an integer from 1 to {MOST}")
+        return found
+
+    def array(self, key: str, kind: type, size: int | None = None, default: Any = None) -> list:
+        """A list of values of one type; see `value`.
+
+        Args:
+            key: Its key.
+            kind: Type of each value.
+            size: How many there must be; None for any number.
+            default: What stands for a list that is missing.
+
+        Raises:
+            CheckpointError: it is missing and has no default, has another size or other types.
+        """
+        found = self.value(key, list, default)
+        if set(map(type, found)) - {kind} or size not in (None, len(found)):
+            many = "any number" if size is None else str(size)
+            raise self._unfit(key, f"a list of {len(found)}", f"{many} of {kind.__name__}")
+        return found
+
+    def _unfit(self, key: str, found: Any, needed: str) -> CheckpointError:
+        shown = found if isinstance(found, str) and found.startswith("a list") else repr(found)
+        state = "is missing" if found is None else f"is {shown}"
+        return CheckpointError(
+            f"{self.path}: {key} {state}; needed is {needed}. {AGAIN.capitalize()}"
+        )
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     with path.open("rb") as file:
         head = file.read(8)
     if head[:4] != MAGIC:
@@ -106,12 +134,20 @@ def _opened(path: Path) -> gguf.GGUFReader:
         reader_of = gguf.GGUFReader
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"{path}: the package gguf reads it, which is not installed: pip install gguf"
+            f"{path}: the package gguf reads it, which is not installed: pip install 'ptq[gguf]'"
         ) from error
     try:
-        return reader_of(path)
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError) as error:
+        reader = reader_of(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        tensors = {
+            tensor.name: Stored(
+                tensor.tensor_type.name, tuple(int(n) for n in tensor.shape[::-1]), tensor.data
+            )
+            for tensor in reader.tensors
+        }
+    except (ArithmeticError, LookupError, MemoryError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: it is damaged, or holds what the installed package gguf does not know "
             f"({' '.join(str(error).split())}); {AGAIN}, or update gguf"
         ) from error
+    return metadata, tensors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from formats.errors import CheckpointError
-from formats.gguf.architectures import FACTORS, LONG, SHORT
+from formats.gguf.architectures import FACTORS, LARGEST, LONG, SHORT, query_scale
 from formats.gguf.tokenizer import (
     BYTE,
     CONTROL,
@@ -76,13 +76,14 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     Raises:
         CheckpointError: llama.cpp's files of its kind are not written here.
     """
-    model_type = config.get("model_type")
-    if model_type not in NAMES:
+    kind = config.get("model_type")
+    name = NAMES.get(str(kind))
+    if name is None:
         raise CheckpointError(
-            f"found model_type {model_type!r}, which is not written as GGUF here; written are "
+            f"found model_type {kind!r}, which is not written as GGUF here; written are "
             f"{either(sorted(NAMES))}. Keep the compressed-tensors layout"
         )
-    return NAMES[str(model_type)]
+    return name
 
 
 def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,9 +108,33 @@ def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["attention.sliding_window"] = None
     if name == "phi3":  # where 0 stands for no window
         found["attention.sliding_window"] = config.get("sliding_window") or 0
+    if name in LARGEST and config["query_pre_attn_scalar"] != query_scale(name, config):
+        raise CheckpointError(
+            f"found query_pre_attn_scalar {config['query_pre_attn_scalar']}; llama.cpp takes "
+            f"{query_scale(name, config):g} in a model of this size, and a GGUF file does not hold "
+            "it. Keep the compressed-tensors layout"
+        )
+    _check_windows(config, name)
     found |= _rope(config, name, head_dim)
     values = {f"{name}.{key}": value for key, value in found.items() if value is not None}
     return {"general.architecture": name, "general.type": "model"} | values
+
+
+def _check_windows(config: Mapping[str, Any], name: str) -> None:
+    """Refuse layers with a window where llama.cpp has others of them."""
+    period = {"gemma2": 2, "gemma3": 6}.get(name)
+    kinds = config.get("layer_types")
+    if period is None or kinds is None:
+        return
+    usual = [
+        "sliding_attention" if (i + 1) % period else "full_attention" for i in range(len(kinds))
+    ]
+    if list(kinds) != usual:
+        raise CheckpointError(
+            f"found layer_types of another pattern than every {period}th layer without a window, "
+            "which a GGUF file of this architecture does not hold. Keep the compressed-tensors "
+            "layout"
+        )
 
 
 def _rotation(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None]:
@@ -141,7 +166,8 @@ def _rope(config: Mapping[str, Any], name: str, head_dim: int) -> dict[str, Any]
     if kind in ("linear", "yarn"):
         found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
     elif kind == "longrope":
-        scale = config["max_position_embeddings"] / (length or config["max_position_embeddings"])
+        length = length or config["max_position_embeddings"]
+        scale = config["max_position_embeddings"] / length
         usual = math.sqrt(1 + math.log(scale) / math.log(length)) if scale > 1 else 1.0
         found["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or usual)
     elif kind not in ("default", "llama3"):
@@ -229,7 +255,8 @@ def _settings(folder: Path, name: str = "tokenizer_config.json") -> dict[str, An
 def _ends(folder: Path) -> set[int]:
     """Tokens that end an answer."""
     found = _settings(folder, "generation_config.json").get("eos_token_id")
-    return set(found) if isinstance(found, list) else {found} - {None}
+    listed = found if isinstance(found, list) else [found]
+    return {token for token in listed if isinstance(token, int)}
 
 
 def _model_metadata(

@@ -29,6 +29,7 @@ else:
     tokenizers = later("tokenizers")
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+ENDS = ("eos", "eot", "eom")  # tokens that end an answer
 SPACE = "\u2581"  # in the place of a space, of SentencePiece
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -87,8 +88,9 @@ def tokenizer_documents(file: GgufFile) -> dict[str, bytes]:
     Raises:
         CheckpointError: the kind of tokenizer or its rule is not known, or parts are missing.
     """
-    tokens = file.value("tokenizer.ggml.tokens", list)
-    kinds = file.value("tokenizer.ggml.token_type", list, [NORMAL] * len(tokens))
+    tokens = file.array("tokenizer.ggml.tokens", str)
+    usual = [NORMAL] * len(tokens)
+    kinds = file.array("tokenizer.ggml.token_type", int, len(tokens), usual)
     model = file.value("tokenizer.ggml.model", str)
     if model == "gpt2":
         made, begins = _byte_level(file, tokens)
@@ -99,48 +101,48 @@ def tokenizer_documents(file: GgufFile) -> dict[str, bytes]:
             f"{file.path}: found a tokenizer of the kind {model!r}; read are gpt2 and llama. Give "
             "the folder of the original model"
         )
-    special = [kind in (CONTROL, UNKNOWN) for kind in kinds]
-    named = {key: _token(file, key, tokens) for key in ("bos", "eos", "unknown", "padding")}
     made.add_special_tokens(
-        [_added(text, special=True) for text, own in zip(tokens, special, strict=True) if own]
+        [_added(t) for t, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, UNKNOWN)]
     )
     made.add_tokens(
-        [
-            _added(text, special=False)
-            for text, kind in zip(tokens, kinds, strict=True)
-            if kind == USER_DEFINED
-        ]
+        [_added(t, False) for t, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
     )
     _require_ids(file, made, tokens)
-    begins = file.value("tokenizer.ggml.add_bos_token", bool, begins) and named["bos"] is not None
+    bos = _token(file, "bos", tokens)
+    begins = file.value("tokenizer.ggml.add_bos_token", bool, begins) and bos is not None
     if begins:
-        bos = named["bos"]
         made.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos} $B",
             special_tokens=[(bos, tokens.index(bos))],
         )
+    documents = {"tokenizer.json": made.to_str(pretty=False)} | _settings(file, tokens, begins)
     template = file.metadata.get("tokenizer.chat_template")
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": file.value("{arch}.context_length", int),
-        "add_bos_token": begins,
-    }
-    keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    config |= {keys[key]: text for key, text in named.items() if text is not None}
-    ends = {named["eos"], _token(file, "eot", tokens), _token(file, "eom", tokens)} - {None}
-    generation: dict[str, Any] = {"eos_token_id": sorted(tokens.index(end) for end in ends)}
-    if named["bos"] is not None:
-        generation["bos_token_id"] = tokens.index(named["bos"])
-    documents = {
-        "tokenizer.json": made.to_str(pretty=False),
-        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
-        "generation_config.json": json.dumps(generation, indent=2) + "\n",
-    }
     if isinstance(template, str):
         documents["chat_template.jinja"] = template
     return {name: text.encode() for name, text in documents.items()}
+
+
+def _settings(file: GgufFile, tokens: list[str], begins: bool) -> dict[str, str]:
+    """tokenizer_config.json and generation_config.json."""
+    keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    named = {own: _token(file, key, tokens) for key, own in keys.items()}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": file.count("{arch}.context_length"),
+        "add_bos_token": begins,
+    } | {key: text for key, text in named.items() if text is not None}
+    ids = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ENDS}
+    generation: dict[str, Any] = {
+        "eos_token_id": sorted({i for i in ids.values() if i is not None})
+    }
+    if named["bos_token"] is not None:
+        generation["bos_token_id"] = tokens.index(named["bos_token"])
+    return {
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        "generation_config.json": json.dumps(generation, indent=2) + "\n",
+    }
 
 
 def token_ids(file: GgufFile) -> dict[str, int | None]:
@@ -152,14 +154,15 @@ def token_ids(file: GgufFile) -> dict[str, int | None]:
     }
 
 
-def _added(text: str, *, special: bool) -> tokenizers.AddedToken:
+def _added(text: str, special: bool = True) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(text, special=special, normalized=False)
 
 
 def _token(file: GgufFile, key: str, tokens: list[str]) -> str | None:
-    found = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-    if found is None:
+    name = f"tokenizer.ggml.{key}_token_id"
+    if name not in file.metadata:
         return None
+    found = file.value(name, int)
     if not 0 <= found < len(tokens):
         raise CheckpointError(
             f"{file.path}: tokenizer.ggml.{key}_token_id is {found}; there are {len(tokens)} "
@@ -175,12 +178,18 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[tokenizers.Tokenizer
     if rule is None:
         raise CheckpointError(
             f"{file.path}: found the rule {name!r} in tokenizer.ggml.pre; known are "
-            f"{either(sorted(RULES))}. Put the tokenizer of the original model in the place of "
-            f"this: make a folder with `ptq convert {file.path} FOLDER --to compressed_tensors "
-            "--tokenizer ORIGINAL`"
+            f"{either(sorted(RULES))}. Give the folder of the original model"
         )
-    merges = [tuple(pair.split(" ")) for pair in file.value("tokenizer.ggml.merges", list)]
     vocab = {token: i for i, token in enumerate(tokens)}
+    merges: list[tuple[str, str]] = []
+    for pair in file.array("tokenizer.ggml.merges", str):
+        left, _, right = pair.partition(" ")
+        if not {left, right, left + right} <= vocab.keys():
+            raise CheckpointError(
+                f"{file.path}: found the merge {pair!r} in tokenizer.ggml.merges, of what are no "
+                "tokens; get the file again"
+            )
+        merges.append((left, right))
     made = tokenizers.Tokenizer(
         models.BPE(vocab=vocab, merges=merges, ignore_merges=rule.whole_words)
     )
@@ -207,7 +216,7 @@ def _sentencepiece(
     file: GgufFile, tokens: list[str], kinds: list[int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """The tokenizer of a file with scores, and whether BOS stands first if it does not say."""
-    scores = file.value("tokenizer.ggml.scores", list)
+    scores = file.array("tokenizer.ggml.scores", float, len(tokens))
     vocab = {token: i for i, token in enumerate(tokens)}
     unknown = _token(file, "unknown", tokens)
     made = tokenizers.Tokenizer(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from formats.checkpoint.write import CheckpointWriter
@@ -145,7 +146,13 @@ def unpack(
 def _config(values: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """config.json: the settings, and those that transformers adds for the model's type."""
     general = transformers.PretrainedConfig().to_dict().keys() - values.keys()
-    made = transformers.AutoConfig.for_model(**values).to_dict()
+    try:
+        made = transformers.AutoConfig.for_model(**values).to_dict()
+    except (ArithmeticError, TypeError, ValueError, StrictDataclassError) as error:
+        raise CheckpointError(
+            f"transformers takes no such settings ({' '.join(str(error).split())}); get the file "
+            "again"
+        ) from error
     made = {key: value for key, value in made.items() if key not in general}
     name = {torch.float32: "float32", torch.float16: "float16"}.get(dtype, "bfloat16")
     classes = {"gemma3_text": "Gemma3ForCausalLM"}
@@ -195,17 +202,30 @@ def _parts(file: GgufFile, family: Family, values: dict[str, Any]) -> Iterator[P
                 yield Part(own.format(expert), one)
         elif last in cut and last in family.stored_merged:
             parts, sizes = cut[last]
+            _check_rows(file, name, stored, sum(sizes))
             unit, first = stored.shape[0] // sum(sizes), 0
             for part, size in zip(parts, sizes, strict=True):
                 rows = slice(first, first + unit * size)
                 yield Part(f"{parent}.{part}.{leaf}", _rows(stored, rows))
                 first = rows.stop
+        elif family.mixture is not None and last == family.mixture.shared_gate:
+            row = stored.data.reshape(1, -1)  # one output, which files hold as a vector
+            yield Part(own, Stored(stored.kind, (1, stored.shape[-1]), row))
         elif permuted and last in attention.qkv[:2]:
             count = heads["q" if last == attention.q else "k"]
+            _check_rows(file, name, stored, 2 * count)
             order = np.argsort(neighbours(stored.shape[0], count))
             yield Part(own, _rows(stored, order))
         else:
             yield Part(own, stored)
+
+
+def _check_rows(file: GgufFile, name: str, stored: Stored, divisor: int) -> None:
+    if stored.shape[0] % divisor:
+        raise CheckpointError(
+            f"{file.path}: {name} has {stored.shape[0]} rows, which {divisor} does not divide as "
+            "its heads ask for; get the file again"
+        )
 
 
 def _rows(stored: Stored, rows: Any) -> Stored:

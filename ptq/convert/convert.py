@@ -101,7 +101,8 @@ def _convert(
     if tables is not None:
         return import_tables(source, Path(tables), out, force, shard_bytes, progress)
     config, quantization, *_ = read_config(source)
-    _refuse_stored_merged(source, config)
+    if target != "gguf":
+        _refuse_stored_merged(source, config)
     if target == "float":
         return to_float(source, out, dtype, force, shard_bytes, progress)
     checkpoint, foreign = Checkpoint.open(source, to_run=False), is_foreign(quantization)
@@ -281,7 +282,9 @@ def describe(done: Conversion, out: Path, target: str) -> list[str]:
         weights = exact if done.scale_rounding else "exact"
         return [f"{out}: a float model of {done.modules} layers, weights {weights}", *done.notes]
     if target == "gguf":
-        first = f"{out}: {done.modules} quantized layers, integers equal to the source's bit for bit"
+        first = (
+            f"{out}: {done.modules} quantized layers, integers equal to the source's bit for bit"
+        )
         return [f"{first}; scales in fp16", *done.notes]
     if done.rounded:
         return [

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +84,7 @@ def to_gguf(source: Checkpoint, out: Path, force: bool, progress: bool) -> Conve
         writer_of = gguf.GGUFWriter
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            "the package gguf writes such files, which is not installed: pip install gguf"
+            "the package gguf writes such files, which is not installed: pip install 'ptq[gguf]'"
         ) from error
     values = model_metadata(source.config)
     rows = source.config["vocab_size"]
@@ -154,7 +154,9 @@ def _tensors(source: Checkpoint) -> Iterator[Tensors]:
     names = tensor_names(family)
     attention = family.attention
     assert isinstance(attention, Attention)
-    permuted = ARCHITECTURES[architecture_of(config)].permuted
+    architecture = ARCHITECTURES[architecture_of(config)]
+    permuted = architecture.permuted
+    tied = architecture.needs_head and f"{HEAD}.weight" not in set(_names(source))
     heads = config["num_attention_heads"], config["num_key_value_heads"]
     counts = dict(zip(attention.qkv[:2], heads, strict=True)) if permuted else {}
     parts = {
@@ -174,7 +176,10 @@ def _tensors(source: Checkpoint) -> Iterator[Tensors]:
         name = file_name(whole, names)
         if name is None:
             raise CheckpointError(f"{source.path}: {members[0]} has no place in a GGUF file")
-        yield _tensor(source, family, name, _in_order(members, family), counts)
+        made = _tensor(source, family, name, _in_order(members, family), counts)
+        yield made
+        if name == "token_embd.weight" and tied:
+            yield replace(made, name="output.weight")
     for name, values in rope_tensors(config).items():
         yield Tensors(name, "F32", values.shape, lambda values=values: values)
 
@@ -210,11 +215,8 @@ def _tensor(
         _shape(source, member, module) for member, module in zip(members, modules, strict=True)
     ]
     first = shapes[0]
-    shape = (
-        (len(first) and (len(members), *first))
-        if stacked
-        else (sum(s[0] for s in shapes), *first[1:])
-    )
+    rows = sum(own[0] for own in shapes)
+    shape = (len(members), *first) if stacked else (rows, *first[1:])
     order = _order(modules[0], first[0], counts)
     if members[0].endswith(".weight") and modules[0] in quantized:
         spec = source.scheme_of(modules[0]).weights
@@ -232,7 +234,7 @@ def _tensor(
         ]
         return np.stack(made) if stacked else np.concatenate(made)
 
-    return Tensors(name, kind, tuple(shape), read)
+    return Tensors(name, kind, shape, read)
 
 
 def _shape(source: Checkpoint, name: str, module: str) -> tuple[int, ...]:

@@ -1,0 +1,73 @@
+"""Blocks are those of ggml: unpacked they are what the package `gguf` dequantizes, bit for bit."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from formats.gguf.blocks import INT4, INT8, packed, scheme_of, unpacked
+from kernels.numerics import dequantize
+
+ROWS, COLUMNS = 24, 96
+
+
+def written(kind: str) -> np.ndarray:
+    """Random blocks of a type: any bytes behind a scale of either sign."""
+    generator = np.random.default_rng(0)
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    blocks = generator.integers(0, 256, (ROWS, COLUMNS // 32, size), dtype=np.uint8)
+    scales = generator.normal(0, 0.1, (ROWS, COLUMNS // 32, 1)).astype(np.float16)
+    if kind == "Q8_0":
+        scales = np.abs(scales)  # -128 has no opposite
+    blocks[..., :2] = scales.view(np.uint8)
+    blocks[0, 0, :2] = 0  # a block of zeros
+    return blocks.reshape(ROWS, -1)
+
+
+@pytest.mark.parametrize("scheme", [INT4, INT8], ids=["int4", "int8"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_0", "IQ4_NL"])
+def test_unpacked_is_what_gguf_dequantizes(kind, scheme):
+    if scheme == INT4 and kind != "Q4_0":
+        pytest.skip("int4 holds Q4_0 alone")
+    data = written(kind)
+    weight = unpacked(kind, data, scheme)
+    assert weight.q.shape == (ROWS, COLUMNS)
+    assert (weight.scale > 0).all()
+    found = dequantize(weight.q, weight.scale, weight.zero_point, (1, 32))
+    wanted = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
+    wanted[0, :32] = found[0, :32] * 0  # of zeros with any scale
+    assert torch.equal(found[1:], wanted[1:])
+    assert torch.equal(found[0, 32:], wanted[0, 32:])
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_packing_is_the_inverse(kind):
+    data = written(kind)
+    data[0, :2] = data[0, 34:36]  # a scale of zero is not kept
+    scheme = INT8 if kind == "Q8_0" else INT4
+    assert np.array_equal(packed(kind, unpacked(kind, data, scheme)), data)
+
+
+def test_zero_points_and_larger_groups_are_packed():
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(-8, 8, (ROWS, 128), generator=generator).to(torch.int8)
+    zeros = torch.randint(-8, 8, (ROWS, 2), generator=generator).to(torch.int8)
+    scale = torch.rand(ROWS, 2, generator=generator).half().float() + 0.5
+    scale = scale.half().float()
+    weight = type(unpacked("Q4_0", written("Q4_0"), INT4))(q, scale, zeros)
+    found = gguf.dequantize(packed("Q4_1", weight), gguf.GGMLQuantizationType.Q4_1)
+    wanted = dequantize(q, scale, zeros, (1, 64))
+    torch.testing.assert_close(torch.from_numpy(found), wanted, atol=8e-3, rtol=1e-3)  # m in fp16
+    with pytest.raises(ValueError, match="no zero points"):
+        packed("Q4_0", weight)
+    with pytest.raises(ValueError, match="too large for fp16"):
+        packed("Q8_0", type(weight)(q, scale * 1e5))
+
+
+def test_layers_that_run_as_one_are_stored_alike():
+    assert scheme_of(["Q4_0", "Q4_0"]) == INT4
+    assert scheme_of(["Q4_0", "Q8_0", "Q5_0"]) == INT8
+    assert scheme_of(["Q4_0", "Q6_K"]) is None
+    assert scheme_of(["Q4_1"]) is None

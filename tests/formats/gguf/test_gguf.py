@@ -1,0 +1,337 @@
+"""GGUF files of every architecture that is written, and back: the same model, tensor by tensor.
+
+That llama.cpp gives these files the logits of the engine was measured when this was written
+(`formats/gguf/README.md`); what lies otherwise there than here is tested against its definition.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError, PTQError
+from formats.gguf.file import GgufFile
+from formats.gguf.locate import locate_model
+from formats.gguf.tokenizer import RULES, cuts_by
+from formats.gguf.unpack import unpack
+from inference import predict
+from inference.engine import Engine
+from ptq.convert.convert import convert, describe
+from tests.conftest import write_quantized
+from tests.tiny_families import TINY
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MODELS: dict[str, dict] = {
+    "llama": {"rope_parameters": LLAMA3, "tie_word_embeddings": False},
+    "mistral": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2": {},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 128, "norm_topk_prob": False},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS | {"norm_topk_prob": True},
+    "gemma2": TINY["gemma2"] | {"query_pre_attn_scalar": 32},
+    "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 32, "layers": 6},
+    "phi3": {},
+    "olmo2": {},
+    "glm4": {},
+}
+
+
+def ids() -> list[int]:
+    return torch.randint(1, 380, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def logits(folder: Path) -> torch.Tensor:
+    return Engine.from_pretrained(folder).score(ids())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_comes_back(make_model, tmp_path, kind):
+    source, file = make_model(kind, **MODELS[kind]), tmp_path / "m.gguf"
+    done = convert(source, file, "gguf")
+    assert done.notes[0].startswith("Tensors: ")
+    unpack(file, tmp_path / "back")
+    before, after = Checkpoint.open(source), Checkpoint.open(tmp_path / "back")
+    names = set(before.names())
+    assert set(after.names()) - {"lm_head.weight"} == names - {"lm_head.weight"}
+    for name in names:
+        assert torch.equal(before.tensor(name).float(), after.tensor(name).float()), name
+    assert torch.equal(logits(source), logits(tmp_path / "back"))
+
+
+def test_rows_of_q_and_k_and_norms_lie_as_llama_cpp_has_them(make_model, tmp_path):
+    """Of a head of 32, channels i and i + 16 become neighbours; 1 + w of Gemma is stored."""
+    source = make_model("llama")
+    convert(source, tmp_path / "m.gguf", "gguf")
+    q = Checkpoint.open(source).tensor("model.layers.0.self_attn.q_proj.weight").view(4, 32, -1)
+    data = GgufFile(tmp_path / "m.gguf").tensors["blk.0.attn_q.weight"].data
+    found = torch.from_numpy(data.copy()).view(torch.bfloat16).view(4, 32, -1)
+    assert torch.equal(found[:, 0::2], q[:, :16])
+    assert torch.equal(found[:, 1::2], q[:, 16:])
+    gemma = make_model("gemma2", **MODELS["gemma2"])
+    convert(gemma, tmp_path / "g.gguf", "gguf")
+    norm = Checkpoint.open(gemma).tensor("model.layers.0.post_feedforward_layernorm.weight")
+    stored = GgufFile(tmp_path / "g.gguf").tensors["blk.0.post_ffw_norm.weight"].data
+    assert np.array_equal(stored, 1 + norm.float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind"), [("w8", "Q8_0"), ("a8w8c8", "Q8_0"), ("w4_g32", "Q4_0")]
+)
+def test_integers_go_there_and_come_back(make_model, tmp_path, preset, kind, monkeypatch):
+    from formats import scheme as schemes
+
+    spec = schemes.WeightSpec(dtype="int4", granularity="group", group_size=32)
+    monkeypatch.setitem(schemes.PRESETS, "w4_g32", schemes.Scheme(weights=spec))
+    source = write_quantized(make_model("llama"), tmp_path / "q", preset)
+    done = convert(source, tmp_path / "m.gguf", "gguf")
+    lines = describe(done, tmp_path / "m.gguf", "gguf")
+    assert "14 quantized layers" in lines[0]
+    assert any("scales are left out" in line for line in lines) == (preset == "a8w8c8")
+    file = GgufFile(tmp_path / "m.gguf")
+    assert sum(stored.kind == kind for stored in file.tensors.values()) == 14
+    assert unpack(tmp_path / "m.gguf", tmp_path / "back").kept == 14
+    before, after = Checkpoint.open(source), Checkpoint.open(tmp_path / "back")
+    for module in before.quantized_modules:
+        old, new = before.weight(module), after.weight(module)
+        steps = (old.q.unflatten(1, (-1, 32)), new.q.unflatten(1, (-1, 32)))
+        used = (steps[0] != 0).any(-1)
+        assert torch.equal(steps[0][used], steps[1][used])
+        scale = old.scale.repeat_interleave(new.scale.shape[1] // old.scale.shape[1], 1)
+        torch.testing.assert_close(scale[used], new.scale[used], rtol=2**-11, atol=0)
+
+
+def quantized_file(source: Path, out: Path, kinds: dict[str, str]) -> Path:
+    """A file whose matrices are rounded by the package gguf, by the ends of their names."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(out, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            kind = field.types[0]
+            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), kind, sub)
+    for tensor in reader.tensors:
+        kind = next((own for end, own in kinds.items() if tensor.name.endswith(end)), None)
+        if kind is None or tensor.tensor_type.name == "F32":
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            continue
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        own = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(tensor.name, gguf.quantize(values, own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+@pytest.fixture(scope="module")
+def llama_file(make_model, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "llama.gguf"
+    convert(make_model("llama"), path, "gguf")
+    return path
+
+
+def test_mixed_types_run_on_what_holds_them(llama_file, tmp_path):
+    """q, k and v run as one: int8 holds Q4_0 and Q8_0; Q4_1 beside them makes floats of all."""
+    kinds = {"attn_q.weight": "Q4_0", "attn_k.weight": "Q8_0", "attn_v.weight": "Q5_0"}
+    kinds |= {"ffn_gate.weight": "Q4_0", "ffn_up.weight": "Q4_1", "ffn_down.weight": "Q4_0"}
+    kinds |= {"attn_output.weight": "Q4_1", "token_embd.weight": "Q8_0"}
+    file = quantized_file(llama_file, tmp_path / "mixed.gguf", kinds)
+    done = unpack(file, tmp_path / "folder")
+    assert done.kept == 2 * 4 + 1
+    assert done.dequantized == {"Q4_1": 4, "Q4_0": 2}
+    floats = unpack(file, tmp_path / "floats", floats=True)
+    assert floats.kept == 0
+    checkpoint = Checkpoint.open(tmp_path / "folder")
+    layer = "model.layers.0.self_attn"
+    assert (
+        checkpoint.scheme_of(f"{layer}.q_proj").text == checkpoint.scheme_of(f"{layer}.v_proj").text
+    )
+    assert checkpoint.shares_head
+    a, b = (logits(tmp_path / name).log_softmax(-1) for name in ("folder", "floats"))
+    assert (b.exp() * (b - a)).sum(-1).mean() < 1e-5
+
+
+def test_commands_take_the_file_itself(llama_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PTQ_CACHE", str(tmp_path / "cache"))
+    folder = locate_model(llama_file)
+    assert locate_model(str(llama_file)) == folder
+    assert folder.is_relative_to(tmp_path / "cache" / "gguf")
+    assert locate_model(llama_file, floats=True) != folder
+    found = Engine.from_pretrained(llama_file).generate(["def add("])[0].token_ids
+    assert found == Engine.from_pretrained(folder).generate(["def add("])[0].token_ids
+    assert predict.main([str(llama_file), "--prompt", "def", "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out
+
+
+TEXTS = [
+    "def add(a, b):\n    return a + b  # 123 don't",
+    "  two  spaces\n\n\ttab é 中文 😀 \u200d",
+    "<|endoftext|>x = '\\n'",
+]
+
+
+def test_a_byte_level_tokenizer_comes_back(make_model, llama_file, tmp_path):
+    before = Tokenizer.from_file(str(make_model("llama") / "tokenizer.json"))
+    unpack(llama_file, tmp_path / "folder")
+    after = Tokenizer.from_file(str(tmp_path / "folder" / "tokenizer.json"))
+    for text in TEXTS:
+        assert before.encode(text).ids == after.encode(text).ids
+        assert after.decode(after.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_a_sentencepiece_tokenizer_comes_back(make_model, tmp_path):
+    """BPE that falls back to bytes is written as scores, and merges are found again from these."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Replace(" ", "\u2581")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=special, show_progress=False)
+    made.train_from_iterator(TEXTS * 20, trainer)
+    document = json.loads(made.to_str())
+    document["added_tokens"] = document["added_tokens"][:3]
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in make_model("llama").iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    (source / "tokenizer.json").write_text(json.dumps(document))
+    convert(source, tmp_path / "m.gguf", "gguf")
+    file = GgufFile(tmp_path / "m.gguf")
+    assert file.metadata["tokenizer.ggml.model"] == "llama"
+    assert file.metadata["tokenizer.ggml.token_type"][3] == 6
+    unpack(tmp_path / "m.gguf", tmp_path / "folder")
+    before = Tokenizer.from_file(str(source / "tokenizer.json"))
+    after = Tokenizer.from_file(str(tmp_path / "folder" / "tokenizer.json"))
+    for text in TEXTS:
+        assert before.encode(text).ids == after.encode(text, add_special_tokens=False).ids
+
+
+def test_rules_cut_words_as_their_names_say():
+    text = "I've 12345 x=1\n\n  y"
+    assert cuts_by(RULES["llama-bpe"], text)[:4] == ["I", "'ve", "Ġ", "123"]
+    assert cuts_by(RULES["qwen2"], text)[2:5] == ["Ġ", "1", "2"]
+    assert cuts_by(RULES["gpt-2"], text)[2] == "Ġ12345"
+    assert cuts_by(RULES["smollm"], text)[2:5] == ["Ġ", "1", "2"]
+
+
+def test_a_rule_that_llama_cpp_has_not_is_told(make_model, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in make_model("llama").iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    document = json.loads((source / "tokenizer.json").read_bytes())
+    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    whole = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    whole["trim_offsets"] = True
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, whole]}
+    (source / "tokenizer.json").write_text(json.dumps(document))
+    done = convert(source, tmp_path / "m.gguf", "gguf")
+    assert "other tokens there" in done.notes[-1]
+
+
+def changed(source: Path, out: Path, change) -> Path:
+    data = bytearray(source.read_bytes())
+    change(data)
+    out.write_bytes(data)
+    return out
+
+
+def replaced(old: bytes, new: bytes):
+    assert len(old) == len(new)
+
+    def change(data: bytearray) -> None:
+        at = data.index(old)
+        data[at : at + len(old)] = new
+
+    return change
+
+
+CHANGES = {
+    "does not begin as a GGUF file": replaced(b"GGUF", b"GGML"),
+    "found big-endian numbers": replaced(b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"),
+    "it is damaged": lambda data: data.__delitem__(slice(-5000, None)),
+    "found the architecture 'lloma'": replaced(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0lloma"),
+    "llama.block_count is missing": replaced(b"llama.block_count", b"llama.block_cound"),
+    "found the tensor blk.0.attn_x.weight": replaced(b"blk.0.attn_q.w", b"blk.0.attn_x.w"),
+    "token_embd.weight is missing": replaced(b"token_embd.weight", b"token_embx.weight"),
+    "found the rule 'gpt-9'": replaced(b"gpt-2", b"gpt-9"),
+    "found a tokenizer of the kind 'gptx'": replaced(b"gpt2", b"gptx"),
+}
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_what_is_not_read_is_refused_by_name(llama_file, tmp_path, message):
+    path = changed(llama_file, tmp_path / "bad.gguf", CHANGES[message])
+    with pytest.raises(CheckpointError) as refusal:
+        unpack(path, tmp_path / "folder")
+    assert message in str(refusal.value)
+    assert not (tmp_path / "folder").exists()
+
+
+def test_what_is_not_written_is_refused_by_name(make_model, tmp_path, llama_file):
+    cases = {
+        "found query_pre_attn_scalar 48": ("gemma2", {"query_pre_attn_scalar": 48}),
+        "layer_types of another pattern": (
+            "gemma3_text",
+            {"query_pre_attn_scalar": 32, "layer_types": ["full_attention", "sliding_attention"]},
+        ),
+        "found sliding_window 24": ("mistral", {"sliding_window": 24}),
+        "found model_type 'granite'": ("granite", TINY["granite"]),
+    }
+    for message, (kind, overrides) in cases.items():
+        with pytest.raises(CheckpointError) as refusal:
+            convert(make_model(kind, **overrides), tmp_path / "m.gguf", "gguf")
+        assert message in str(refusal.value)
+        assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=r"ends in \.gguf"):
+        convert(make_model("llama"), tmp_path / "folder", "gguf")
+    (tmp_path / "m.gguf").write_bytes(b"mine")
+    with pytest.raises(CheckpointError, match="exists"):
+        convert(make_model("llama"), tmp_path / "m.gguf", "gguf")
+    assert (tmp_path / "m.gguf").read_bytes() == b"mine"
+    with pytest.raises(CheckpointError, match="found --to awq"):
+        convert(llama_file, tmp_path / "folder", "awq")
+    with pytest.raises(CheckpointError, match="a folder is needed"):
+        Checkpoint.open(llama_file.parent)
+
+
+def test_a_damaged_file_ends_in_one_clear_error(llama_file, tmp_path):
+    """Bytes of the head changed at random, or the end cut off: a folder or a refusal, no crash."""
+    random = np.random.default_rng(0)
+    whole = llama_file.read_bytes()
+    head = whole.index(b"blk.1.") + 400
+    ends = {"folder": 0, "refusal": 0}
+    for case in range(int(__import__("os").environ.get("CASES", "60"))):
+        data = bytearray(whole)
+        for _ in range(random.integers(1, 4)):
+            data[random.integers(0, (head, len(data))[case % 2])] = random.integers(0, 256)
+        if case % 5 == 0:
+            del data[random.integers(0, len(data)) :]
+        path = tmp_path / f"{case}.gguf"
+        path.write_bytes(data)
+        try:
+            unpack(path, tmp_path / f"folder{case}")
+            ends["folder"] += 1
+        except PTQError:
+            ends["refusal"] += 1
+        path.unlink()
+    assert min(ends.values()) > 5
