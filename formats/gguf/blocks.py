@@ -27,19 +27,30 @@ BLOCK = 32
 BYTES = {"Q8_0": 34, "Q4_0": 18, "Q5_0": 22, "IQ4_NL": 18, "Q4_1": 20}  # of a block
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 INT8 = LayerScheme(weights=WeightSpec(dtype="int8", granularity="group", group_size=BLOCK))
+SYMMETRIC = LayerScheme(weights=WeightSpec(dtype="int4", granularity="group", group_size=BLOCK))
 INT4 = LayerScheme(
     weights=WeightSpec(dtype="int4", granularity="group", group_size=BLOCK, symmetric=False)
 )
 
 
-def scheme_of(kinds: Collection[str]) -> LayerScheme | None:
+def scheme_of(kinds: Collection[str], *, signed: bool = True) -> LayerScheme | None:
     """How layers of these types that read one input are stored; None where no integers hold them.
 
-    int4 where all are Q4_0, which int8 holds, too.
+    int4 where all are Q4_0, which int8 holds, too; symmetric where no scale is negative.
+
+    Args:
+        kinds: Their types.
+        signed: Whether blocks of Q4_0 have negative scales.
     """
     if set(kinds) == {"Q4_0"}:
-        return INT4
+        return INT4 if signed else SYMMETRIC
     return INT8 if set(kinds) <= {"Q8_0", "Q4_0", "Q5_0", "IQ4_NL"} else None
+
+
+def has_negative_scales(kind: str, data: np.ndarray) -> bool:
+    """Whether a scale of blocks uint8 [N, blocks * bytes of a block] is below zero."""
+    high = data.reshape(len(data), -1, BYTES[kind])[..., 1]
+    return bool((high > 0x80).any())
 
 
 def unpacked(kind: str, data: np.ndarray, scheme: LayerScheme) -> StoredWeight:
@@ -48,10 +59,10 @@ def unpacked(kind: str, data: np.ndarray, scheme: LayerScheme) -> StoredWeight:
     Args:
         kind: One of those of `scheme_of`.
         data: uint8 [N, blocks * bytes of a block].
-        scheme: `INT8` or `INT4`.
+        scheme: `INT8`, `INT4` or `SYMMETRIC`.
 
     Returns:
-        q int8 [N, K], scale fp32 [N, K / 32], and of int4 zero points int8 of that shape.
+        q int8 [N, K], scale fp32 [N, K / 32], and of `INT4` zero points int8 of that shape.
 
     Raises:
         ValueError: q of a block with a negative scale is -128, whose opposite int8 does not hold.

@@ -34,7 +34,7 @@ from formats.gguf.architectures import (
     settings,
     tensor_names,
 )
-from formats.gguf.blocks import scheme_of, unpacked
+from formats.gguf.blocks import has_negative_scales, scheme_of, unpacked
 from formats.gguf.file import GgufFile, Stored
 from formats.gguf.tokenizer import token_ids, tokenizer_documents
 from formats.namespace import later
@@ -247,9 +247,14 @@ def _schemes(parts: list[Part], family: Family, *, tied: bool) -> dict[str, Laye
         if part.name.endswith(".weight") and (is_projection(module) or module == HEAD):
             parent, _, leaf = module.rpartition(".")
             together.setdefault(f"{parent}.{first.get(leaf, leaf)}", {})[module] = part.stored.kind
+    signed = any(
+        has_negative_scales("Q4_0", part.stored.data)
+        for part in parts
+        if part.stored.kind == "Q4_0" and len(part.stored.shape) == 2
+    )
     found: dict[str, LayerScheme] = {}
     for kinds in together.values():
-        scheme = scheme_of(kinds.values())
+        scheme = scheme_of(kinds.values(), signed=signed)
         if scheme is not None:
             found |= dict.fromkeys(kinds, scheme)
     return found

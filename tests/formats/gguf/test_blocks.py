@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from formats.gguf.blocks import INT4, INT8, packed, scheme_of, unpacked
+from formats.gguf.blocks import (
+    INT4,
+    INT8,
+    SYMMETRIC,
+    has_negative_scales,
+    packed,
+    scheme_of,
+    unpacked,
+)
 from kernels.numerics import dequantize
 
 ROWS, COLUMNS = 24, 96
@@ -68,6 +76,9 @@ def test_zero_points_and_larger_groups_are_packed():
 
 def test_layers_that_run_as_one_are_stored_alike():
     assert scheme_of(["Q4_0", "Q4_0"]) == INT4
+    assert scheme_of(["Q4_0"], signed=False) == SYMMETRIC
+    assert has_negative_scales("Q4_0", written("Q4_0"))
+    assert not has_negative_scales("Q8_0", written("Q8_0"))
     assert scheme_of(["Q4_0", "Q8_0", "Q5_0"]) == INT8
     assert scheme_of(["Q4_0", "Q6_K"]) is None
     assert scheme_of(["Q4_1"]) is None

@@ -23,6 +23,7 @@ from formats.gguf.tokenizer import RULES, cuts_by
 from formats.gguf.unpack import unpack
 from inference import predict
 from inference.engine import Engine
+from ptq.commands import convert as command
 from ptq.convert.convert import convert, describe
 from tests.conftest import write_quantized
 from tests.tiny_families import TINY
@@ -108,6 +109,8 @@ def test_integers_go_there_and_come_back(make_model, tmp_path, preset, kind, mon
     assert sum(stored.kind == kind for stored in file.tensors.values()) == 14
     assert unpack(tmp_path / "m.gguf", tmp_path / "back").kept == 14
     before, after = Checkpoint.open(source), Checkpoint.open(tmp_path / "back")
+    assert after.scheme.weights is not None
+    assert after.scheme.weights.symmetric
     for module in before.quantized_modules:
         old, new = before.weight(module), after.weight(module)
         steps = (old.q.unflatten(1, (-1, 32)), new.q.unflatten(1, (-1, 32)))
@@ -177,6 +180,9 @@ def test_commands_take_the_file_itself(llama_file, tmp_path, monkeypatch, capsys
     assert locate_model(llama_file, floats=True) != folder
     found = Engine.from_pretrained(llama_file).generate(["def add("])[0].token_ids
     assert found == Engine.from_pretrained(folder).generate(["def add("])[0].token_ids
+    assert command.main([str(llama_file), str(tmp_path / "made"), "--quiet"]) == 0
+    assert command.main([str(tmp_path / "made"), str(tmp_path / "again.gguf"), "--quiet"]) == 0
+    assert (tmp_path / "again.gguf").stat().st_size == llama_file.stat().st_size
     assert predict.main([str(llama_file), "--prompt", "def", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out
 
