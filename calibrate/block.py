@@ -261,7 +261,7 @@ class DecoderBlock:
 
                     stack.enter_context(experts.routed(came))
             for name, linear in self.linears.items():
-                expert = self._expert_of(name)
+                expert = self.expert_of(name)
 
                 def hook(
                     _: nn.Module, args: Any, out: Any, name: str = name, expert: str = expert
@@ -308,8 +308,11 @@ class DecoderBlock:
             return set()
         return {f"{self.attention}.{names.k}", f"{self.attention}.{names.v}"}
 
-    def _expert_of(self, layer: str) -> str:
-        """Where in the code the expert stands that a layer belongs to; "" for none."""
+    def expert_of(self, layer: str) -> str:
+        """Where in the code the expert stands that a layer belongs to; "" for none.
+
+        Such a layer reads the tokens that are routed to its expert, others those of whole samples.
+        """
         path = self._paths[layer]
         parts = path.split(".")
         holders = (".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))

@@ -41,9 +41,9 @@ log = logging.getLogger("ptq.formats")
 
 
 def find_model(name: str | Path, folder: Path = Path()) -> Path | None:
-    """The local folder that a path, from `folder` on, or else a shipped model's name stands for."""
+    """The local folder or .gguf file that a path, from `folder` on, or a shipped model's name is."""
     path = folder / Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
         return path
     shipped = ROOT / "recipes" / name
     return shipped if str(name) in SHIPPED and shipped.is_dir() else None

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ValidationError
 from calibrate.spec import NOT_READ, TABLES, TEXT
 from formats.errors import CheckpointError, suggestion
 from formats.families.registry import find_family, is_causal_lm, unsupported
+from formats.gguf.locate import is_gguf
 from formats.hub import find_model, is_hub_id, near_folder
 from formats.scheme import PRESETS
 from formats.stored.folder import read_config
@@ -139,13 +140,15 @@ class Draft:
         if model.get("revision") is not None:
             message = f"found a revision, but {path} is a local folder, which has none"
             self.problems.append(self.at(("model", "revision"), message))
+        if is_gguf(path):
+            return  # it says what it is when it is read
         fault = _unsupported(Path(path)) if Path(path).is_dir() else self._no_model(Path(path))
         if fault is not None:
             self.problems.append(self.at(("model", "path"), fault))
 
     def _no_model(self, path: Path) -> str:
         if path.is_file():
-            return f"{path} is a file; give the folder that it lies in"
+            return f"{path} is a file; give the folder that it lies in, or a .gguf file"
         written = Where(self.origins)(("model", "path")).line
         start = "in a recipe are relative to its own folder"
         start = start if written else "that are typed are relative to the current directory"

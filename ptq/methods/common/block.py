@@ -265,10 +265,13 @@ class BlockWork:
     def seen_row_by_row(
         self, name: str, x: Tensor, scale: Tensor | None, sink_scale: Tensor | None
     ) -> Tensor:
-        """`seen_input` of a whole sample [..., tokens, in], sink tokens by their own scale."""
+        """`seen_input` of a sample [..., tokens, in], sink tokens by their own scale.
+
+        An expert's layer reads some of the tokens, among which sink tokens are not known: all have
+        the scale of ordinary ones.
+        """
         seen, first = self.seen_input(name, x, scale), self.block.sinks
-        whole = x.shape[-2] in map(len, self.block.inputs)  # not the tokens of one expert
-        if not first or sink_scale is None or not whole:
+        if not first or sink_scale is None or self.block.expert_of(name):
             return seen
         sinks = self.seen_input(name, x[..., :first, :], sink_scale)
         return torch.cat((sinks, seen[..., first:, :]), dim=-2)

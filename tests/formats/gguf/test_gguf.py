@@ -25,6 +25,7 @@ from inference import predict
 from inference.engine import Engine
 from ptq.commands import convert as command
 from ptq.convert.convert import convert, describe
+from ptq.recipe.reading import load_recipe
 from tests.conftest import write_quantized
 from tests.tiny_families import TINY
 
@@ -185,6 +186,13 @@ def test_commands_take_the_file_itself(llama_file, tmp_path, monkeypatch, capsys
     assert (tmp_path / "again.gguf").stat().st_size == llama_file.stat().st_size
     assert predict.main([str(llama_file), "--prompt", "def", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out
+
+
+def test_a_recipe_quantizes_the_floats_of_a_file(llama_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("PTQ_CACHE", str(tmp_path / "cache"))
+    recipe = load_recipe("w8_rtn", [f"model.path={llama_file}"])
+    assert recipe.model.path == llama_file
+    assert Checkpoint.open(recipe.model.folder).quantized_modules == ()
 
 
 TEXTS = [

@@ -285,3 +285,17 @@ def test_a_stopped_run_goes_on(make_model, tmp_path, monkeypatch):
     assert found.resumed_blocks == 1
     assert files(found.checkpoint) == files(expected.checkpoint)
     assert (found.events, found.smoothing) == (expected.events, expected.smoothing)
+
+
+def test_an_experts_rows_are_no_sample(make_model, tmp_path):
+    """Even where an expert gets as many rows as a sample has tokens, its first is no sink token."""
+    plan = make_plan(make_model("mixtral", **MOE["mixtral"]), tmp_path, "a8w8", methods=SMOOTH)
+    work = observed_work(plan)
+    work.block.sinks = 1
+    rows, scales = len(work.block.inputs[0]), (torch.tensor([0.01]), torch.tensor([1.0]))
+    expert = f"{work.block.name}.block_sparse_moe.experts.0.w1"
+    for name, apart in ((expert, False), (f"{work.block.attention}.q_proj", True)):
+        x = torch.randn(rows, work.block.linears[name].in_features)
+        seen = work.seen_row_by_row(name, x, *scales)
+        assert torch.equal(seen[1:], work.seen_input(name, x, scales[0])[1:])
+        assert torch.equal(seen[0], work.seen_input(name, x, scales[int(apart)])[0])
