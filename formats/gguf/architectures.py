@@ -39,12 +39,14 @@ class Architecture:
         own: Its settings beside `common_settings`, as config.json has them.
         permuted: Whether rows of q and k are permuted.
         needs_head: Whether a file holds the head where it is the embedding, too.
+        wide: Whether hidden states leave the range of fp16, so that a model runs in bf16.
     """
 
     model_type: Callable[[GgufFile], str]
     own: Callable[[GgufFile, Values], Values] = lambda _, __: {}
     permuted: bool = False
     needs_head: bool = False
+    wide: bool = False
 
 
 def find_architecture(file: GgufFile) -> Architecture:
@@ -246,8 +248,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture(lambda _: "qwen2_moe", _qwen_moe, needs_head=True),
     "qwen3": Architecture(lambda _: "qwen3"),
     "qwen3moe": Architecture(lambda _: "qwen3_moe", _qwen_moe),
-    "gemma2": Architecture(lambda _: "gemma2", _gemma2),
-    "gemma3": Architecture(lambda _: "gemma3_text", _gemma3),
+    "gemma2": Architecture(lambda _: "gemma2", _gemma2, wide=True),
+    "gemma3": Architecture(lambda _: "gemma3_text", _gemma3, wide=True),
     "phi3": Architecture(lambda _: "phi3", _phi3),
     "olmo2": Architecture(lambda _: "olmo2", needs_head=True),
     "glm4": Architecture(lambda _: "glm4"),

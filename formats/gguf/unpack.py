@@ -59,15 +59,21 @@ class Part:
     Attributes:
         name: Its full name here.
         stored: The file's type and numbers, those of this tensor alone.
+        order: Which row of these each of its rows is; None where they lie as here.
     """
 
     name: str
     stored: Stored
+    order: np.ndarray | None = None
 
     @property
     def module(self) -> str:
         """Full name of its module."""
         return self.name.rpartition(".")[0]
+
+    def numbers(self) -> np.ndarray:
+        """Its numbers, or the bytes of its blocks, in the order of its rows here."""
+        return self.stored.data if self.order is None else self.stored.data[self.order]
 
 
 @dataclass
@@ -114,15 +120,14 @@ def unpack(
     parts = list(_parts(file, family, values))
     shared = values["tie_word_embeddings"]
     layers = _schemes(parts, family, tied=shared)
-    if floats or set(layers) == {
-        HEAD
-    }:  # a checkpoint of which nothing else is quantized is a float one
+    if floats or set(layers) == {HEAD}:  # of which nothing else is quantized is a float model
         layers = {}
     dtype = _float_type(file)
+    wide = dtype == torch.float16 and find_architecture(file).wide
     done, rows = Unpacked(), list[ScaleEntry]()
     with CheckpointWriter(
         out,
-        config=_config(values | token_ids(file), dtype),
+        config=_config(values | token_ids(file), torch.bfloat16 if wide else dtype),
         scheme=_main(layers),
         layers=layers if HEAD in layers or len(set(layers.values())) > 1 else None,
         ignore=[p.module for p in parts if p.module not in layers and is_projection(p.module)],
@@ -214,8 +219,7 @@ def _parts(file: GgufFile, family: Family, values: dict[str, Any]) -> Iterator[P
         elif permuted and last in attention.qkv[:2]:
             count = heads["q" if last == attention.q else "k"]
             _check_rows(file, name, stored, 2 * count)
-            order = np.argsort(neighbours(stored.shape[0], count))
-            yield Part(own, _rows(stored, order))
+            yield Part(own, stored, np.argsort(neighbours(stored.shape[0], count)))
         else:
             yield Part(own, stored)
 
@@ -228,7 +232,7 @@ def _check_rows(file: GgufFile, name: str, stored: Stored, divisor: int) -> None
         )
 
 
-def _rows(stored: Stored, rows: Any) -> Stored:
+def _rows(stored: Stored, rows: slice) -> Stored:
     data = stored.data[rows]
     return Stored(stored.kind, (len(data), *stored.shape[1:]), data)
 
@@ -239,9 +243,7 @@ def _schemes(parts: list[Part], family: Family, *, tied: bool) -> dict[str, Laye
     assert isinstance(attention, Attention)
     runs = [attention.qkv, *(layer.gate_up for layer in family.feed_forwards)]
     first = {leaf: run[0] for run in runs for leaf in run}
-    together: dict[
-        str, dict[str, str]
-    ] = {}  # types of modules, by the first that reads their input
+    together: dict[str, dict[str, str]] = {}  # types of modules, by the first of those that merge
     for part in parts:
         module = HEAD if tied and part.module == EMBEDDING else part.module
         if part.name.endswith(".weight") and (is_projection(module) or module == HEAD):
@@ -262,7 +264,7 @@ def _schemes(parts: list[Part], family: Family, *, tied: bool) -> dict[str, Laye
 
 def _weight(path: Path, part: Part, scheme: LayerScheme) -> StoredWeight:
     try:
-        return unpacked(part.stored.kind, part.stored.data, scheme)
+        return unpacked(part.stored.kind, part.numbers(), scheme)
     except ValueError as error:
         raise CheckpointError(f"{path}: {part.name}: {error}; get the file again") from error
 
@@ -280,12 +282,11 @@ def _float(part: Part, family: Family, dtype: torch.dtype, done: Unpacked) -> Te
     """A tensor in floats: matrices in the folder's type, vectors in fp32 where that holds less."""
     stored = part.stored
     if stored.kind in FLOATS:
-        values = (
-            torch.from_numpy(stored.data.copy()).view(FLOATS[stored.kind]).reshape(stored.shape)
-        )
+        raw = torch.from_numpy(part.numbers().copy())
+        values = raw.view(FLOATS[stored.kind]).reshape(stored.shape)
     else:
         kind = gguf.GGMLQuantizationType[stored.kind]
-        values = torch.from_numpy(gguf.dequantize(stored.data, kind)).reshape(stored.shape)
+        values = torch.from_numpy(gguf.dequantize(part.numbers(), kind)).reshape(stored.shape)
         done.dequantized[stored.kind] += 1
     if len(stored.shape) > 1:
         return values.to(dtype)

@@ -121,15 +121,15 @@ def test_integers_go_there_and_come_back(make_model, tmp_path, preset, kind, mon
         torch.testing.assert_close(scale[used], new.scale[used], rtol=2**-11, atol=0)
 
 
-def quantized_file(source: Path, out: Path, kinds: dict[str, str]) -> Path:
+def quantized_file(source: Path, out: Path, kinds: dict[str, str], name: str = "llama") -> Path:
     """A file whose matrices are rounded by the package gguf, by the ends of their names."""
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(out, "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture")):
+    writer = gguf.GGUFWriter(out, name)
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
             kind = field.types[0]
             sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), kind, sub)
+            writer.add_key_value(key, field.contents(), kind, sub)
     for tensor in reader.tensors:
         kind = next((own for end, own in kinds.items() if tensor.name.endswith(end)), None)
         if kind is None or tensor.tensor_type.name == "F32":
@@ -171,6 +171,16 @@ def test_mixed_types_run_on_what_holds_them(llama_file, tmp_path):
     assert checkpoint.shares_head
     a, b = (logits(tmp_path / name).log_softmax(-1) for name in ("folder", "floats"))
     assert (b.exp() * (b - a)).sum(-1).mean() < 1e-5
+
+
+def test_gemma_runs_in_bf16_whatever_its_floats_are(make_model, tmp_path):
+    """Its hidden states leave the range of fp16, in which dequantized weights are stored."""
+    convert(make_model("gemma2", **MODELS["gemma2"]), tmp_path / "m.gguf", "gguf")
+    file = quantized_file(tmp_path / "m.gguf", tmp_path / "q.gguf", {"weight": "Q4_1"}, "gemma2")
+    unpack(file, tmp_path / "folder")
+    checkpoint = Checkpoint.open(tmp_path / "folder")
+    assert checkpoint.config["dtype"] == "bfloat16"
+    assert checkpoint.dtype("model.layers.0.self_attn.q_proj.weight") == torch.float16
 
 
 def test_commands_take_the_file_itself(llama_file, tmp_path, monkeypatch, capsys):
