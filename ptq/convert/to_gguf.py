@@ -12,6 +12,7 @@ and of the cache: llama.cpp scales inputs by itself, and keeps the cache as it i
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from formats.families.registry import BY_TYPE
 from formats.files import fsync_path, writing
 from formats.gguf.architectures import ARCHITECTURES, file_name, neighbours, tensor_names
 from formats.gguf.blocks import BLOCK, packed
+from formats.gguf.file import GgufFile
 from formats.gguf.metadata import (
     architecture_of,
     model_metadata,
@@ -53,7 +55,7 @@ PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)
-class Tensors:
+class FileTensor:
     """A tensor of the file, to be made when it is written.
 
     Attributes:
@@ -93,11 +95,13 @@ def to_gguf(source: Checkpoint, out: Path, force: bool, progress: bool) -> Conve
     part = out.with_name(f".{out.name}.part")
     kinds = Counter(tensor.kind for tensor in tensors)
     with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
         try:
             writer = writer_of(part, values["general.architecture"])
             writer.add_name(source.path.name)
             _add(writer, values | tokenizer)
-            _add_tensors(writer, tensors, progress)
+            written = _add_tensors(writer, tensors, progress)
+            _require_same(part, written)
             fsync_path(part)
             part.replace(out)
         finally:
@@ -126,7 +130,18 @@ def _add(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
             writer.add_array(key, value)
 
 
-def _add_tensors(writer: gguf.GGUFWriter, tensors: list[Tensors], progress: bool) -> None:
+def _require_same(path: Path, written: dict[str, bytes]) -> None:
+    """Read a file back and compare its tensors with what was written, by their SHA-256."""
+    found = GgufFile(path).tensors
+    for name, digest in written.items():
+        if hashlib.sha256(np.ascontiguousarray(found[name].data).data).digest() != digest:
+            raise CheckpointError(f"{name} was read back with other bits; check the disk")
+
+
+def _add_tensors(
+    writer: gguf.GGUFWriter, tensors: list[FileTensor], progress: bool
+) -> dict[str, bytes]:
+    """Add all tensors and close the file; their SHA-256 by name."""
     sizes = gguf.GGML_QUANT_SIZES
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType[tensor.kind]
@@ -142,12 +157,16 @@ def _add_tensors(writer: gguf.GGUFWriter, tensors: list[Tensors], progress: bool
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    digests: dict[str, bytes] = {}
     for tensor in bar(tensors, title="Writing", unit="tensor", shown=progress):
-        writer.write_tensor_data(tensor.read())
+        numbers = np.ascontiguousarray(tensor.read())
+        digests[tensor.name] = hashlib.sha256(numbers.data).digest()
+        writer.write_tensor_data(numbers)
     writer.close()
+    return digests
 
 
-def _tensors(source: Checkpoint) -> Iterator[Tensors]:
+def _tensors(source: Checkpoint) -> Iterator[FileTensor]:
     """The file's tensors, of a checkpoint's layers and of its other tensors."""
     config = source.config
     family = BY_TYPE[config["model_type"]]
@@ -181,7 +200,7 @@ def _tensors(source: Checkpoint) -> Iterator[Tensors]:
         if name == "token_embd.weight" and tied:
             yield replace(made, name="output.weight")
     for name, values in rope_tensors(config).items():
-        yield Tensors(name, "F32", values.shape, lambda values=values: values)
+        yield FileTensor(name, "F32", values.shape, lambda values=values: values)
 
 
 def _in_order(members: list[str], family: Family) -> list[str]:
@@ -204,7 +223,7 @@ def _names(source: Checkpoint) -> Iterator[str]:
 
 def _tensor(
     source: Checkpoint, family: Family, name: str, members: list[str], counts: dict[str, int]
-) -> Tensors:
+) -> FileTensor:
     """One tensor of the file, of the parts or experts that it is made of."""
     quantized = source.quantized_modules
     shared = members == [f"{EMBEDDING}.weight"] and source.shares_head
@@ -234,7 +253,7 @@ def _tensor(
         ]
         return np.stack(made) if stacked else np.concatenate(made)
 
-    return Tensors(name, kind, shape, read)
+    return FileTensor(name, kind, shape, read)
 
 
 def _shape(source: Checkpoint, name: str, module: str) -> tuple[int, ...]:

@@ -272,6 +272,20 @@ def test_a_rule_that_llama_cpp_has_not_is_told(make_model, tmp_path):
     assert "other tokens there" in done.notes[-1]
 
 
+def test_what_was_written_is_read_back_and_compared(make_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", write_wrong)
+    with pytest.raises(CheckpointError, match="read back with other bits"):
+        convert(make_model("llama"), tmp_path / "new" / "m.gguf", "gguf")
+    assert not list(tmp_path.rglob("*gguf*"))
+
+
+WRITE = gguf.GGUFWriter.write_tensor_data
+
+
+def write_wrong(writer: gguf.GGUFWriter, numbers: np.ndarray) -> None:
+    WRITE(writer, np.zeros_like(numbers))
+
+
 def changed(source: Path, out: Path, change) -> Path:
     data = bytearray(source.read_bytes())
     change(data)
