@@ -17,4 +17,4 @@ else:
     original = "recipes/tiny-python"
     checkpoint = quantize("w8_rtn", output="output/examples/evaluate", force=True).checkpoint
 
-sys.exit(main(["eval", str(checkpoint), "--tasks", "local", "--limit", "8", "--against", original]))
+sys.exit(main(["eval", str(checkpoint), "--tasks", "local", "--limit", "4", "--against", original]))

@@ -35,7 +35,7 @@ def test_an_example_runs(name, tmp_path):
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1200,  # two cores that other tests keep busy
     )
     assert done.returncode == 0, done.stderr
     assert SAYS[name] in done.stdout

@@ -96,6 +96,8 @@ class BlockWork:
         quantized: The solved layers, by full name.
         events: What a person should know.
         smoothing: What was chosen for each smoothing group.
+        before_feed_forward: Full name of the norm between the residual stream and the feed-forward
+            layer; None where no smoothing group tells.
     """
 
     block: DecoderBlock
@@ -119,6 +121,12 @@ class BlockWork:
     quantized: dict[str, QuantizedLinear] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     smoothing: list[SmoothingRow] = field(default_factory=list)
+    before_feed_forward: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.before_feed_forward is None:  # else of the whole block, where this is a part of it
+            norms = (group.source for group in self.groups if group.kind == "mlp_input")
+            self.before_feed_forward = next(norms, None)
 
     def tell(self, row: SmoothingRow) -> None:
         """Keep for the record what was chosen for a smoothing group."""
@@ -160,9 +168,9 @@ class BlockWork:
 
     @property
     def feed_forward_norm(self) -> nn.Module | None:
-        """The norm between the residual stream and the feed-forward layer, where it is known."""
-        norms = (group.source for group in self.groups if group.kind == "mlp_input")
-        return next((self.module(name) for name in norms), None)
+        """The module of `before_feed_forward`."""
+        name = self.before_feed_forward
+        return None if name is None else self.module(name)
 
     def samples(self, most: int) -> Sequence[int]:
         """The first `most` samples: the driver has put them in an order set by their content."""

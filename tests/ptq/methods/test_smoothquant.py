@@ -181,6 +181,19 @@ def test_trial_equals_the_real_thing(tiny_llama, tmp_path, scheme):
         assert tried == pytest.approx(real, rel=0.02), kind
 
 
+def test_a_part_of_a_block_is_searched_by_the_same_error(tiny_llama, tmp_path):
+    """Devices that share a block's groups give the factors that one device finds."""
+    work = observed_work(make_plan(tiny_llama, tmp_path, methods=methods()))
+    reference = [work.block.run(sample) for sample in range(2)]
+    for group in work.groups:
+        part = work.part(work.block, groups=(group,))
+        errors = [
+            Trials([own], reference).error([fold_alpha(own, 0.6)])
+            for own in (SmoothedGroup(work, group), SmoothedGroup(part, group))
+        ]
+        assert errors[0] == errors[1]
+
+
 def test_trial_of_v_includes_the_quantized_cache(tiny_llama, tmp_path):
     errors = {}
     for scheme in ("a8w8", "a8w8c8"):
