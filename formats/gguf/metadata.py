@@ -269,6 +269,11 @@ def _model_metadata(
     model = document["model"]
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     if not model.get("byte_fallback"):
+        if '"ByteLevel"' not in json.dumps(document.get("pre_tokenizer") or {}):
+            raise CheckpointError(
+                "tokenizer.json: found a BPE of characters; written as GGUF are those of bytes and "
+                "those that fall back to bytes. Keep the compressed-tensors layout"
+            )
         rule, note = _nearest_rule(made, whole_words=bool(model.get("ignore_merges")))
         values = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": rule}
         return values | {"tokenizer.ggml.merges": [" ".join(pair) for pair in pairs]}, note

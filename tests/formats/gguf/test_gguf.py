@@ -7,6 +7,7 @@ That llama.cpp gives these files the logits of the engine was measured when this
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import gguf
@@ -233,10 +234,7 @@ def test_a_sentencepiece_tokenizer_comes_back(make_model, tmp_path):
     made.train_from_iterator(TEXTS * 20, trainer)
     document = json.loads(made.to_str())
     document["added_tokens"] = document["added_tokens"][:3]
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in make_model("llama").iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
+    source = shutil.copytree(make_model("llama"), tmp_path / "source")
     (source / "tokenizer.json").write_text(json.dumps(document))
     convert(source, tmp_path / "m.gguf", "gguf")
     file = GgufFile(tmp_path / "m.gguf")
@@ -258,10 +256,7 @@ def test_rules_cut_words_as_their_names_say():
 
 
 def test_a_rule_that_llama_cpp_has_not_is_told(make_model, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in make_model("llama").iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
+    source = shutil.copytree(make_model("llama"), tmp_path / "source")
     document = json.loads((source / "tokenizer.json").read_bytes())
     split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
     whole = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
@@ -270,6 +265,25 @@ def test_a_rule_that_llama_cpp_has_not_is_told(make_model, tmp_path):
     (source / "tokenizer.json").write_text(json.dumps(document))
     done = convert(source, tmp_path / "m.gguf", "gguf")
     assert "other tokens there" in done.notes[-1]
+
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(pre_tokenizer=None), "a BPE of characters"),
+        (lambda d: d.update(model=WORDS, added_tokens=[]), "of the kind WordLevel"),
+    ],
+)
+def test_tokenizers_of_other_kinds_are_refused(make_model, tmp_path, change, message):
+    source = shutil.copytree(make_model("llama"), tmp_path / "source")
+    document = json.loads((source / "tokenizer.json").read_bytes())
+    change(document)
+    (source / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "m.gguf", "gguf")
 
 
 def test_what_was_written_is_read_back_and_compared(make_model, tmp_path, monkeypatch):
