@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -49,6 +50,8 @@ def evaluate(
     """
     for name in ("lm_eval", "lm-eval"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # lm-eval would fork a pool to resample; in a process with threads that can stand still forever.
+    os.environ["DISABLE_MULTIPROC"] = "1"
     lm = EngineLM(engine, progress=progress)
     names = [own for name in tasks for own in _expanded(name, allow_code=allow_code)]
     found: list[Metric] = []
