@@ -50,7 +50,8 @@ def evaluate(
     """
     for name in ("lm_eval", "lm-eval"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # lm-eval would fork a pool to resample; in a process with threads that can stand still forever.
+    # lm-eval would fork a pool to resample, whose workers have our handler of the signal that is to
+    # end them: it waits for them forever.
     os.environ["DISABLE_MULTIPROC"] = "1"
     lm = EngineLM(engine, progress=progress)
     names = [own for name in tasks for own in _expanded(name, allow_code=allow_code)]

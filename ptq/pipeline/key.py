@@ -43,7 +43,7 @@ DECIDING = (  # folders and files of our code
     "ptq/plan/schedule.py",
 )
 RECIPE = "recipe"  # among the facts
-SHOWING = tuple(f"ptq/pipeline/{name}.py" for name in ("bench", "live", "timing"))  # in them
+SHOWING = tuple(f"ptq/pipeline/{name}.py" for name in ("live", "timing"))  # in them
 
 
 def run_key(

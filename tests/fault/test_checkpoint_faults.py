@@ -225,7 +225,7 @@ def test_pickled_weights_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tiny-Q4_K_M.gguf", ("found GGUF", "the original model", "safetensors")),
+        ("tiny-Q4_K_M.gguf", ("found a GGUF file", "ptq convert")),
         ("model.onnx", ("found ONNX", "the original model")),
         ("pytorch_model.bin", ("pickled", "safe_serialization")),
         ("consolidated.00.pth", ("pickled", "safe_serialization")),

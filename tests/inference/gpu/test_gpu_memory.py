@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
 from formats.errors import EngineError
-from inference.gpu import runner, sizes
+from inference.gpu import memory, runner
 from inference.gpu.backend import TritonBackend
 from inference.gpu.runner import GpuRunner
 from inference.models.kv_cache import CacheShape, LayerCache
@@ -28,7 +28,7 @@ def run_out(*args, **kwargs):
 
 @pytest.fixture(autouse=True)
 def three_gigabytes_are_free(monkeypatch):
-    for module in (sizes, runner):
+    for module in (memory, runner):
         monkeypatch.setattr(module, "free_bytes", lambda device: 3 * 10**9)
 
 
