@@ -113,7 +113,8 @@ class SmoothQuantSpec(MethodSpec):
 
     def memory(self, block: BlockSizes) -> int:
         """Outputs of the searched samples, and one group's weights once more."""
-        return smoothing_memory(self.targets, self.search_samples, block)
+        samples = self.search_samples if self.alpha == "search" else 0
+        return smoothing_memory(self.targets, samples, block)
 
     def without_samples(self, strengths: Sequence[float]) -> tuple[str, str] | None:
         """One alpha for all groups: the middle of those that were found."""
