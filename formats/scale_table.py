@@ -16,7 +16,7 @@ from torch import Tensor
 
 from formats.documents import parse
 from formats.errors import CheckpointError
-from formats.scheme import ActivationSpec, Strict, WeightSpec
+from formats.scheme import Strict
 
 Role = Literal["weight", "input", "input_sink", "k_cache", "v_cache"]
 TOGETHER = 32  # scales that are read at once
@@ -57,28 +57,36 @@ class ScaleEntry(Strict):
     sqnr_db: float | None
 
 
-def imported_entry(
-    tensor: str, role: Role, scale: Tensor, spec: WeightSpec | ActivationSpec, absmax: float
+def unmeasured_entry(
+    tensor: str,
+    role: Role,
+    scale: Tensor,
+    dtype: str,
+    granularity: str,
+    absmax: float,
+    statistic: str = "imported",
 ) -> ScaleEntry:
-    """The row of a scale that another tool has chosen.
+    """The row of a scale that was not calibrated here, such as one that another tool has chosen.
 
     Args:
         tensor: Its name in the checkpoint.
         role: What it belongs to.
         scale: The scale.
-        spec: How what it scales is quantized.
+        dtype: Type of what it scales.
+        granularity: What shares it.
         absmax: The largest magnitude that it stands for.
+        statistic: Where it is from.
     """
     return ScaleEntry(
         module=tensor.rpartition(".")[0],
         role=role,
-        dtype=spec.dtype,
-        granularity=spec.granularity,
+        dtype=dtype,
+        granularity=granularity,
         shape=tuple(scale.shape),
         tensor=tensor,
         scale_min=scale.min().item(),
         scale_max=scale.max().item(),
-        statistic="imported",
+        statistic=statistic,
         absmax=absmax,
         tokens=0,
         clip_fraction=0.0,

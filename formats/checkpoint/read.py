@@ -43,7 +43,7 @@ from formats.pack import unpack_powers
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
 from formats.stored.folder import MANIFEST, auxiliary_files, check_manifest, check_own_cache
-from formats.stored.other_kinds import locate_model
+from formats.stored.other_kinds import locate_folder
 from formats.stored.safetensors_files import NamedTensors, TensorFile, read_elements, read_tensors
 from formats.stored.weights import StoredWeight, expect, join_weights, read_weights
 
@@ -116,7 +116,7 @@ class Checkpoint(NamedTensors):
         Raises:
             CheckpointError: something is missing, extra, damaged or not run here; it is named.
         """
-        path = locate_model(path, revision)
+        path = locate_folder(path, revision)
         listed = check_manifest(path, verify)
         contents = read_contents(path, to_run=to_run, predicting=predicting)
         if verify and contents.own is not None and not listed:

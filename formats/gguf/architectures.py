@@ -35,18 +35,32 @@ class Architecture:
     """One architecture of llama.cpp.
 
     Attributes:
-        model_type: Of config.json, by what the file holds.
-        own: Its settings beside `common_settings`, as config.json has them.
+        model_type: Its name in config.json.
+        own: Its settings beside those that all have, as config.json has them.
+        mixture: The model_type where a file has experts, of one that may have some.
+        also: Other model types that are written as it.
         permuted: Whether rows of q and k are permuted.
         needs_head: Whether a file holds the head where it is the embedding, too.
         wide: Whether hidden states leave the range of fp16, so that a model runs in bf16.
+        window_period: N where every Nth layer has no window, 0 where all have the one that a file
+            tells; None where files tell of no window.
+        largest: Blocks of the largest model of a series; see `query_scale`.
     """
 
-    model_type: Callable[[GgufFile], str]
+    model_type: str
     own: Callable[[GgufFile, Values], Values] = lambda _, __: {}
+    mixture: str | None = None
+    also: tuple[str, ...] = ()
     permuted: bool = False
     needs_head: bool = False
     wide: bool = False
+    window_period: int | None = None
+    largest: int | None = None
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """All that are written as it."""
+        return (self.model_type, *self.also, *((self.mixture,) if self.mixture else ()))
 
 
 def find_architecture(file: GgufFile) -> Architecture:
@@ -72,7 +86,8 @@ def settings(file: GgufFile) -> tuple[Values, Family]:
         CheckpointError: a value is missing or of another type, or a kind of rotation is not known.
     """
     architecture = find_architecture(file)
-    model_type = architecture.model_type(file)
+    mixed = file.value("{arch}.expert_count", int, 0) > 0
+    model_type = (mixed and architecture.mixture) or architecture.model_type
     family, values = BY_TYPE[model_type], _common(file)
     values |= {"model_type": model_type} | architecture.own(file, values)
     attention = family.attention
@@ -148,38 +163,46 @@ def _rope(file: GgufFile, head_dim: int) -> Values:
 
 
 def _llama3(file: GgufFile, theta: float, turned: int) -> Values:
-    """Llama 3's scaling, of which a file holds the factors alone: those that give just these.
+    """Llama 3's scaling, of which a file holds the factors alone: the numbers that give these.
 
-    Factors are 1 for wavelengths under L / 4 and the largest over L, L = 8192 in all models of
-    that kind (formula of transformers' `llama3`).
+    All models of that kind have 8192 positions and the bounds 1 and 4.
     """
     found = _require(file, FACTORS).data.astype(np.float64)
     factor, length = float(found.max()), 8192
-    waves = 2 * np.pi * theta ** (np.arange(0, turned, 2) / turned)
-    smooth = (length / waves - 1.0) / (4.0 - 1.0)
-    between = 1 / ((1 - smooth) / factor + smooth)
-    wanted = np.where(waves < length / 4, 1.0, np.where(waves > length, factor, between))
+    sizes = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    made = {"rope_type": "llama3", "factor": factor, **sizes}
+    made["original_max_position_embeddings"] = length
+    wanted = llama3_factors(made | {"rope_theta": theta}, turned)
     if found.shape != wanted.shape or not np.allclose(found, wanted, rtol=1e-4):
         raise CheckpointError(
             f"{file.path}: {FACTORS} holds other factors than those of Llama 3's scaling, which "
             "config.json cannot say. Give the folder of the original model"
         )
-    sizes = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return {"rope_type": "llama3", "factor": factor, **sizes} | {
-        "original_max_position_embeddings": length
-    }
+    return made
 
 
-def _mixtral(file: GgufFile) -> Values:
-    return {
-        "num_local_experts": file.count("{arch}.expert_count"),
-        "num_experts_per_tok": file.count("{arch}.expert_used_count"),
-    }
+def llama3_factors(rope: Mapping[str, Any], turned: int) -> np.ndarray:
+    """What Llama 3's scaling divides each pair's angle by: fp64 [turned / 2].
+
+    1 for wavelengths under L / high, the factor over L / low, smooth between (formula of
+    transformers' `llama3`).
+    """
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    length, factor = rope["original_max_position_embeddings"], float(rope["factor"])
+    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, turned, 2) / turned)
+    smooth = (length / waves - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return np.where(waves < length / high, 1.0, np.where(waves > length / low, factor, between))
 
 
 def _llama(file: GgufFile, _: Values) -> Values:
-    mixture = file.value("{arch}.expert_count", int, 0) > 0
-    return {"sliding_window": None} | _mixtral(file) if mixture else {}
+    if not file.value("{arch}.expert_count", int, 0):
+        return {}
+    return {
+        "sliding_window": None,
+        "num_local_experts": file.count("{arch}.expert_count"),
+        "num_experts_per_tok": file.count("{arch}.expert_used_count"),
+    }
 
 
 def _qwen_moe(file: GgufFile, _: Values) -> Values:
@@ -194,15 +217,12 @@ def _qwen_moe(file: GgufFile, _: Values) -> Values:
     } | ({"shared_expert_intermediate_size": shared} if shared else {})
 
 
-LARGEST = {"gemma2": 46, "gemma3": 62}  # blocks of the largest models of a series
-
-
-def query_scale(architecture: str, values: Mapping[str, Any]) -> float:
+def query_scale(architecture: Architecture, values: Mapping[str, Any]) -> float:
     """What queries are divided by the root of: no file says it, llama.cpp knows it by the size.
 
     It is the size of a head, but in the largest models of a series the width divided by the heads.
     """
-    if values["num_hidden_layers"] == LARGEST[architecture]:
+    if values["num_hidden_layers"] == architecture.largest:
         return values["hidden_size"] / values["num_attention_heads"]
     return values["head_dim"]
 
@@ -212,7 +232,7 @@ def _gemma2(file: GgufFile, values: Values) -> Values:
         "attn_logit_softcapping": file.value("{arch}.attn_logit_softcapping", float, 50.0),
         "final_logit_softcapping": file.value("{arch}.final_logit_softcapping", float, 30.0),
         "sliding_window": file.count("{arch}.attention.sliding_window", 4096),
-        "query_pre_attn_scalar": query_scale(file.architecture, values),
+        "query_pre_attn_scalar": query_scale(find_architecture(file), values),
     }
 
 
@@ -221,7 +241,7 @@ def _gemma3(file: GgufFile, values: Values) -> Values:
     softcap = file.value("{arch}.final_logit_softcapping", float, 0.0)
     return {
         "sliding_window": file.count("{arch}.attention.sliding_window", 4096),
-        "query_pre_attn_scalar": query_scale(file.architecture, values),
+        "query_pre_attn_scalar": query_scale(find_architecture(file), values),
         "final_logit_softcapping": softcap or None,
         "rope_parameters": {
             "full_attention": values["rope_parameters"],
@@ -239,20 +259,16 @@ def _phi3(file: GgufFile, values: Values) -> Values:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(
-        lambda f: "mixtral" if f.value("{arch}.expert_count", int, 0) else "llama",
-        _llama,
-        permuted=True,
-    ),
-    "qwen2": Architecture(lambda _: "qwen2"),
-    "qwen2moe": Architecture(lambda _: "qwen2_moe", _qwen_moe, needs_head=True),
-    "qwen3": Architecture(lambda _: "qwen3"),
-    "qwen3moe": Architecture(lambda _: "qwen3_moe", _qwen_moe),
-    "gemma2": Architecture(lambda _: "gemma2", _gemma2, wide=True),
-    "gemma3": Architecture(lambda _: "gemma3_text", _gemma3, wide=True),
-    "phi3": Architecture(lambda _: "phi3", _phi3),
-    "olmo2": Architecture(lambda _: "olmo2", needs_head=True),
-    "glm4": Architecture(lambda _: "glm4"),
+    "llama": Architecture("llama", _llama, mixture="mixtral", also=("mistral",), permuted=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen2moe": Architecture("qwen2_moe", _qwen_moe, needs_head=True),
+    "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe", _qwen_moe),
+    "gemma2": Architecture("gemma2", _gemma2, wide=True, window_period=2, largest=46),
+    "gemma3": Architecture("gemma3_text", _gemma3, wide=True, window_period=6, largest=62),
+    "phi3": Architecture("phi3", _phi3, window_period=0),
+    "olmo2": Architecture("olmo2", needs_head=True),
+    "glm4": Architecture("glm4"),
 }
 
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")

@@ -24,6 +24,11 @@ def is_gguf(path: str | Path) -> bool:
     return Path(path).suffix.lower() == ".gguf" and Path(path).is_file()
 
 
+def locate_source(name: str | Path) -> Path:
+    """What is converted: a .gguf file as it is, else as `locate_model`."""
+    return Path(name) if is_gguf(name) else locate_model(name)
+
+
 def locate_model(name: str | Path, revision: str | None = None, *, floats: bool = False) -> Path:
     """The folder of a model; that of a .gguf file is made when it is asked for first, and kept.
 
@@ -39,7 +44,7 @@ def locate_model(name: str | Path, revision: str | None = None, *, floats: bool 
             read here.
     """
     if not is_gguf(name):
-        return other_kinds.locate_model(name, revision)
+        return other_kinds.locate_folder(name, revision)
     path = Path(name).resolve()
     state = path.stat()
     seen = f"{path} {state.st_size} {state.st_mtime_ns} {floats} {LAYOUT}"

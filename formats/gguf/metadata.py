@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from formats.errors import CheckpointError
-from formats.gguf.architectures import FACTORS, LARGEST, LONG, SHORT, query_scale
+from formats.gguf.architectures import (
+    ARCHITECTURES,
+    FACTORS,
+    LONG,
+    SHORT,
+    Architecture,
+    llama3_factors,
+    query_scale,
+)
 from formats.gguf.tokenizer import (
     BYTE,
     CONTROL,
@@ -30,20 +38,8 @@ if TYPE_CHECKING:
 else:
     tokenizers = later("tokenizers")
 
-NAMES = {  # of architectures, by model_type
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen2": "qwen2",
-    "qwen2_moe": "qwen2moe",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "phi3": "phi3",
-    "olmo2": "olmo2",
-    "glm4": "glm4",
-}
+NAMES = {kind: name for name, own in ARCHITECTURES.items() for kind in own.model_types}
+"""Of architectures, by model_type."""
 KEYS = {  # of config.json, by those of a file without its architecture
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -52,7 +48,6 @@ KEYS = {  # of config.json, by those of a file without its architecture
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "expert_used_count": "num_experts_per_tok",
@@ -93,48 +88,49 @@ def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: the architecture, or how rotary embedding is scaled, is not written here.
     """
     name = architecture_of(config)
+    architecture = ARCHITECTURES[name]
     found: dict[str, Any] = {key: config.get(own) for key, own in KEYS.items()}
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     found["expert_count"] = config.get("num_local_experts") or config.get("num_experts")
-    if name not in ("gemma2", "gemma3", "phi3"):
-        if found["attention.sliding_window"] and config.get("use_sliding_window", True):
-            raise CheckpointError(
-                f"found sliding_window {found['attention.sliding_window']} in a model of type "
-                f"{config['model_type']!r}, which a GGUF file does not hold. Keep the "
-                "compressed-tensors layout"
-            )
-        found["attention.sliding_window"] = None
-    if name == "phi3":  # where 0 stands for no window
-        found["attention.sliding_window"] = config.get("sliding_window") or 0
-    if name in LARGEST and config["query_pre_attn_scalar"] != query_scale(name, config):
+    found["attention.sliding_window"] = _window(config, architecture)
+    scale = config.get("query_pre_attn_scalar")
+    if architecture.largest is not None and scale != query_scale(architecture, config):
         raise CheckpointError(
-            f"found query_pre_attn_scalar {config['query_pre_attn_scalar']}; llama.cpp takes "
-            f"{query_scale(name, config):g} in a model of this size, and a GGUF file does not hold "
-            "it. Keep the compressed-tensors layout"
+            f"found query_pre_attn_scalar {scale}; llama.cpp takes "
+            f"{query_scale(architecture, config):g} in a model of this size, and a GGUF file does "
+            "not hold it. Keep the compressed-tensors layout"
         )
-    _check_windows(config, name)
     found |= _rope(config, name, head_dim)
     values = {f"{name}.{key}": value for key, value in found.items() if value is not None}
     return {"general.architecture": name, "general.type": "model"} | values
 
 
-def _check_windows(config: Mapping[str, Any], name: str) -> None:
-    """Refuse layers with a window where llama.cpp has others of them."""
-    period = {"gemma2": 2, "gemma3": 6}.get(name)
+def _window(config: Mapping[str, Any], architecture: Architecture) -> int | None:
+    """The window that a file tells of; 0 where it has a place for one and the model has none.
+
+    Raises:
+        CheckpointError: it has no place for one, or other layers have windows.
+    """
+    window, period = config.get("sliding_window"), architecture.window_period
+    if period is None:
+        if window and config.get("use_sliding_window", True):
+            raise CheckpointError(
+                f"found sliding_window {window} in a model of type {config['model_type']!r}, which "
+                "a GGUF file does not hold. Keep the compressed-tensors layout"
+            )
+        return None
     kinds = config.get("layer_types")
-    if period is None or kinds is None:
-        return
-    usual = [
-        "sliding_attention" if (i + 1) % period else "full_attention" for i in range(len(kinds))
-    ]
-    if list(kinds) != usual:
-        raise CheckpointError(
-            f"found layer_types of another pattern than every {period}th layer without a window, "
-            "which a GGUF file of this architecture does not hold. Keep the compressed-tensors "
-            "layout"
-        )
+    if period and kinds is not None:
+        usual = [(i + 1) % period != 0 for i in range(len(kinds))]
+        if [kind == "sliding_attention" for kind in kinds] != usual:
+            raise CheckpointError(
+                f"found layer_types of another pattern than every {period}th layer without a "
+                "window, which a GGUF file of this architecture does not hold. Keep the "
+                "compressed-tensors layout"
+            )
+    return window or 0
 
 
 def _rotation(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None]:
@@ -188,15 +184,7 @@ def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {}
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high, factor = (
-        float(rope[key]) for key in ("low_freq_factor", "high_freq_factor", "factor")
-    )
-    length = rope["original_max_position_embeddings"]
-    smooth = (length / waves - low) / (high - low)
-    between = 1 / ((1 - smooth) / factor + smooth)
-    made = np.where(waves < length / high, 1.0, np.where(waves > length / low, factor, between))
-    return {FACTORS: made.astype(np.float32)}
+    return {FACTORS: llama3_factors(rope, head_dim).astype(np.float32)}
 
 
 def tokenizer_metadata(folder: Path, rows: int) -> tuple[dict[str, Any], str | None]:

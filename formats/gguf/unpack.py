@@ -38,7 +38,7 @@ from formats.gguf.blocks import has_negative_scales, scheme_of, unpacked
 from formats.gguf.file import GgufFile, Stored
 from formats.gguf.tokenizer import token_ids, tokenizer_documents
 from formats.namespace import later
-from formats.scale_table import ScaleEntry, ScaleTable, imported_entry
+from formats.scale_table import ScaleEntry, ScaleTable, unmeasured_entry
 from formats.scheme import LayerScheme, Scheme
 from formats.stored.weights import StoredWeight, scale_in_table
 
@@ -159,12 +159,11 @@ def _config(values: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
             "again"
         ) from error
     made = {key: value for key, value in made.items() if key not in general}
-    name = {torch.float32: "float32", torch.float16: "float16"}.get(dtype, "bfloat16")
     classes = {"gemma3_text": "Gemma3ForCausalLM"}
     spelled = "".join(part.capitalize() for part in values["model_type"].split("_"))
     return made | {
         "architectures": [classes.get(values["model_type"], f"{spelled}ForCausalLM")],
-        "dtype": name,
+        "dtype": str(dtype).removeprefix("torch."),
     }
 
 
@@ -303,6 +302,5 @@ def _row(module: str, weight: StoredWeight, scheme: LayerScheme) -> ScaleEntry:
     if weight.zero_point is not None:
         steps = steps - weight.zero_point[..., None]
     absmax = (steps.abs().amax(dim=-1) * weight.scale).max().item()
-    return imported_entry(
-        f"{module}.weight_scale", "weight", scale_in_table(spec, weight), spec, absmax
-    )
+    name, scale = f"{module}.weight_scale", scale_in_table(spec, weight)
+    return unmeasured_entry(name, "weight", scale, spec.dtype, spec.granularity, absmax)

@@ -11,7 +11,7 @@ OTHERS = {".gguf": "GGUF", ".ggml": "GGML", ".onnx": "ONNX"}
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 
 
-def locate_model(name: str | Path, revision: str | None = None) -> Path:
+def locate_folder(name: str | Path, revision: str | None = None) -> Path:
     """`formats.hub.model_folder`, but a file of another kind is refused as what it is.
 
     Raises:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import RequestError
 from formats.families.names import is_projection
-from formats.scale_table import Role, ScaleEntry, ScaleTable
+from formats.scale_table import Role, ScaleEntry, ScaleTable, unmeasured_entry
 from formats.stored.weights import scale_in_table
 from inference.bench.random_model import ABSMAX, ROLES, RandomCheckpoint, words_of
 from inference.bench.shapes import read_scheme, read_shape
@@ -106,21 +106,8 @@ def _add_cache(writer: CheckpointWriter, made: RandomCheckpoint) -> Iterator[Sca
 
 
 def _entry(tensor: str, role: Role, scale: Tensor, spec: Any, absmax: float) -> ScaleEntry:
-    return ScaleEntry(
-        module=tensor.rpartition(".")[0],
-        role=role,
-        dtype=spec.dtype,
-        granularity=spec.granularity,
-        shape=tuple(scale.shape),
-        tensor=tensor,
-        scale_min=scale.min().item(),
-        scale_max=scale.max().item(),
-        statistic="absmax" if role == "weight" else "constant",
-        absmax=absmax,
-        tokens=0,
-        clip_fraction=0.0,
-        sqnr_db=None,
-    )
+    statistic = "absmax" if role == "weight" else "constant"
+    return unmeasured_entry(tensor, role, scale, spec.dtype, spec.granularity, absmax, statistic)
 
 
 def _tokenizer(vocabulary: int) -> dict[str, bytes]:

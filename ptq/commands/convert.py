@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
-from formats.gguf.locate import is_gguf, locate_model
+from formats.gguf.locate import is_gguf, locate_source
 from formats.namespace import later
 from ptq.commands.arguments import add_quiet
 from ptq.convert import FLOAT_TYPES, TARGETS
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = arguments.to or _usual(arguments)
     if target is None:
         own.error(f"--to is needed: {', '.join(TARGETS)}")
-    source = arguments.source if is_gguf(arguments.source) else locate_model(arguments.source)
+    source = locate_source(arguments.source)
     done = conversion.convert(
         source,
         arguments.out,

@@ -32,12 +32,11 @@ from formats.foreign.gptq import Version, gptq_config, gptq_layout, refuse_gptq
 from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import refuse_pickle
 from formats.foreign.paddle import paddle_tables
-from formats.gguf.locate import is_gguf
+from formats.gguf.locate import is_gguf, locate_source
 from formats.gguf.unpack import unpack
 from formats.lock import target_locked
 from formats.scheme import Scheme
 from formats.stored.folder import SETTINGS_FILES, read_config
-from formats.stored.other_kinds import locate_model
 from formats.stored.shards import ShardWriter
 from ptq.convert.conversion import Conversion, compare, parts, require_same, unquantized
 from ptq.convert.from_foreign import import_folder
@@ -77,9 +76,10 @@ def convert(
         CheckpointError: the target cannot express the checkpoint, a file is damaged, or another
             process writes to `out`; nothing is left.
     """
-    source, out = Path(source) if is_gguf(source) else locate_model(source), Path(out)
+    source, out = locate_source(source), Path(out)
     _check_paths(source, out)
     _check_options(target, tables, dtype)
+    _check_gguf(source, target, tables, dtype)
     with target_locked(out):
         return _convert(source, out, target, tables, dtype, force, shard_bytes, progress)
 
@@ -96,7 +96,8 @@ def _convert(
 ) -> Conversion:
     """`convert` by what the source holds."""
     if is_gguf(source):
-        return _from_gguf(source, out, target, tables, dtype, force, progress)
+        done = unpack(source, out, floats=target == "float", force=force, progress=progress)
+        return Conversion(modules=done.kept, scale_rounding=0.0, notes=done.notes)
     refuse_pickle(source)
     if tables is not None:
         return import_tables(source, Path(tables), out, force, shard_bytes, progress)
@@ -124,24 +125,6 @@ def _convert(
     return _export(checkpoint, out, target, force, shard_bytes, progress)
 
 
-def _from_gguf(
-    source: Path,
-    out: Path,
-    target: str,
-    tables: str | Path | None,
-    dtype: str | None,
-    force: bool,
-    progress: bool,
-) -> Conversion:
-    if target not in ("compressed_tensors", "float") or tables is not None or dtype is not None:
-        raise CheckpointError(
-            f"{source}: a GGUF file is converted to compressed_tensors or float, without --tables "
-            f"and --dtype; found --to {target}. Convert it to compressed_tensors first, then that"
-        )
-    done = unpack(source, out, floats=target == "float", force=force, progress=progress)
-    return Conversion(modules=done.kept, scale_rounding=0.0, notes=done.notes)
-
-
 def _check_paths(source: Path, out: Path) -> None:
     if source.resolve().is_relative_to(out.resolve()):
         raise CheckpointError(f"{out} holds the source {source}; choose another output path")
@@ -162,6 +145,15 @@ def _check_options(target: str, tables: str | Path | None, dtype: str | None) ->
     for option, given, of in (("tables", tables, "compressed_tensors"), ("dtype", dtype, "float")):
         if given is not None and target != of:
             raise RequestError(f"--{option} goes with --to {of}, not with --to {target}")
+
+
+def _check_gguf(source: Path, target: str, tables: str | Path | None, dtype: str | None) -> None:
+    fits = target in ("compressed_tensors", "float") and tables is None and dtype is None
+    if is_gguf(source) and not fits:
+        raise CheckpointError(
+            f"{source}: a GGUF file is converted to compressed_tensors or float, without --tables "
+            f"and --dtype; found --to {target}. Convert it to compressed_tensors first, then that"
+        )
 
 
 def _export_tables(checkpoint: Checkpoint, out: Path, force: bool) -> Conversion:

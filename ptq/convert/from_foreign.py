@@ -19,7 +19,7 @@ from formats.errors import CheckpointError
 from formats.families.names import HEAD
 from formats.foreign.folder import named
 from formats.foreign.settings import integer_weights
-from formats.scale_table import ScaleEntry, ScaleTable, imported_entry
+from formats.scale_table import ScaleEntry, ScaleTable, unmeasured_entry
 from formats.scheme import LayerScheme
 from formats.stored.weights import (
     StoredWeight,
@@ -112,11 +112,13 @@ def _entries(
     assert spec is not None
     values = dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
     absmax, scale = values.abs().max().item(), scale_in_table(spec, weight)
-    yield imported_entry(f"{module}.weight_scale", "weight", scale, spec, absmax)
+    name = f"{module}.weight_scale"
+    yield unmeasured_entry(name, "weight", scale, spec.dtype, spec.granularity, absmax)
     if inputs is not None:
         assert activations is not None
         reach = inputs.item() * TYPES[activations.dtype].top
-        yield imported_entry(f"{module}.input_scale", "input", inputs, activations, reach)
+        name, kind = f"{module}.input_scale", activations
+        yield unmeasured_entry(name, "input", inputs, kind.dtype, kind.granularity, reach)
 
 
 def _import_notes(source: Checkpoint, quantization: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.foreign.paddle import FILES, PaddleScales, read_paddle
-from formats.scale_table import Role, ScaleEntry, ScaleTable
+from formats.scale_table import Role, ScaleEntry, ScaleTable, unmeasured_entry
 from formats.scheme import ActivationSpec, Scheme, WeightSpec
 from formats.stored.weights import StoredWeight
 from kernels.numerics import INT8, dequantize, quantize, sqnr_db
@@ -149,21 +149,7 @@ def _rows(scales: PaddleScales) -> Iterator[ScaleEntry]:
 
 def _row(tensor: str, role: Role, scale: Tensor, absmax: float) -> ScaleEntry:
     granularity = {"weight": "per_channel", "input": "per_tensor"}.get(role, "per_head")
-    return ScaleEntry(
-        module=tensor.rpartition(".")[0],
-        role=role,
-        dtype="int8",
-        granularity=granularity,
-        shape=tuple(scale.shape),
-        tensor=tensor,
-        scale_min=scale.min().item(),
-        scale_max=scale.max().item(),
-        statistic="imported",
-        absmax=absmax,
-        tokens=0,
-        clip_fraction=0.0,
-        sqnr_db=None,
-    )
+    return unmeasured_entry(tensor, role, scale, "int8", granularity, absmax)
 
 
 def _clipping(module: str, reach: float) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from formats.families.family import Attention, Family
 from formats.families.names import EMBEDDING, HEAD, any_expert, expert_of
 from formats.families.registry import BY_TYPE
 from formats.files import fsync_path, writing
+from formats.foreign.layout import named
 from formats.gguf.architectures import ARCHITECTURES, file_name, neighbours, tensor_names
 from formats.gguf.blocks import BLOCK, packed
 from formats.gguf.file import GgufFile
@@ -88,7 +89,8 @@ def to_gguf(source: Checkpoint, out: Path, force: bool, progress: bool) -> Conve
         raise CheckpointError(
             "the package gguf writes such files, which is not installed: pip install 'ptq[gguf]'"
         ) from error
-    values = model_metadata(source.config)
+    with named(str(source.path)):
+        values = model_metadata(source.config)
     rows = source.config["vocab_size"]
     tokenizer, note = tokenizer_metadata(source.path, rows)
     tensors = list(_tensors(source))

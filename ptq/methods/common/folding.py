@@ -282,6 +282,7 @@ class Trials:
     Attributes:
         groups: They are tried together.
         reference: The float block's hidden states for each sample.
+        power: Sum of their squares.
     """
 
     def __init__(self, groups: Sequence[SmoothedGroup], reference: Sequence[Tensor]) -> None:
@@ -292,6 +293,8 @@ class Trials:
         self._runs = replay.Replay(work.block, modules, until)
         samples = range(len(reference))
         self.reference = reference if until is None else [self._runs.run(i) for i in samples]
+        zeros = (work.loss(y, torch.zeros_like(y)) for y in self.reference)
+        self.power = math.fsum(zeros)
 
     def error(self, foldings: Sequence[Folding]) -> float:
         """`BlockWork.loss` of the hidden states, the groups' factors as `foldings` say.

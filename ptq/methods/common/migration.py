@@ -28,7 +28,6 @@ own: a search for every expert would run the block hundreds of times.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,8 +86,8 @@ def smoothing_row(
         method: Whose it is.
         members: Names of what is divided and of what is multiplied.
         choice: The best.
-        errors: Squared error of the block's outputs by strength; None is no smoothing.
-        power: Sum of the outputs' squares.
+        errors: Squared error of the hidden states by strength; None is no smoothing.
+        power: Sum of the hidden states' squares.
     """
     strengths = [alpha for alpha in choice.alphas if alpha is not None]
     return SmoothingRow(
@@ -159,10 +158,9 @@ class Migration(Method):
         """Choose the factors of each group on the first `search_samples` samples."""
         self.solved, self.scaled = [], set()
         reference = [work.block.run(sample) for sample in work.samples(self.search_samples)]
-        power = math.fsum(work.loss(y, torch.zeros_like(y)) for y in reference)
         for name, groups in self._tied().items():
             each = [SmoothedGroup(work, group) for group in groups]
-            self.solved += self._solve_groups(name, each, reference, power)
+            self.solved += self._solve_groups(name, each, reference)
 
     def _tied(self) -> dict[str, list[SmoothingGroup]]:
         """Groups that get one strength, by what stands for them."""
@@ -172,7 +170,7 @@ class Migration(Method):
         return tied
 
     def _solve_groups(
-        self, name: str, groups: list[SmoothedGroup], reference: list[Tensor], power: float
+        self, name: str, groups: list[SmoothedGroup], reference: list[Tensor]
     ) -> list[tuple[SmoothedGroup, Folding]]:
         """Try no factors and every candidate; keep the best, the earlier one of equals.
 
@@ -181,7 +179,6 @@ class Migration(Method):
             groups: One, or those that get one strength.
             reference: The float block's output for each sample; none where nothing can be tried,
                 and the one candidate is taken.
-            power: Sum of its squares.
         """
         foldings: dict[float | None, list[Folding]] = {}
         if reference:
@@ -191,10 +188,11 @@ class Migration(Method):
                 foldings.setdefault(alpha, []).append(group.fold(group.protected(scale)))
         scales = {alpha: torch.cat([f.scale for f in own]) for alpha, own in foldings.items()}
         if not reference:
-            choice, errors = Choice(tuple(foldings), *scales.values(), error=None), {}
+            choice, errors, power = Choice(tuple(foldings), *scales.values(), error=None), {}, 1.0
             chosen = foldings[choice.alphas[0]]
         else:
             trials = Trials(groups, reference)
+            power = trials.power
             errors = {alpha: trials.error(own) for alpha, own in foldings.items()}
             choice = best_of(errors, scales)
             other = self._scaled_by_token(trials, foldings, choice)

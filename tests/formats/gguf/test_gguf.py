@@ -1,7 +1,7 @@
 """GGUF files of every architecture that is written, and back: the same model, tensor by tensor.
 
 That llama.cpp gives these files the logits of the engine was measured when this was written
-(`formats/gguf/README.md`); what lies otherwise there than here is tested against its definition.
+(`formats/README.md`); what lies otherwise there than here is tested against its definition.
 """
 
 from __future__ import annotations
