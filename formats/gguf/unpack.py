@@ -92,10 +92,7 @@ class Unpacked:
     def notes(self) -> tuple[str, ...]:
         """What the reader of the folder should know, each a sentence."""
         made = ", ".join(f"{count} in {kind}" for kind, count in self.dequantized.most_common())
-        return (
-            *([f"{self.kept} layers keep their integers and scales."] if self.kept else []),
-            *([f"Matrices became floats: {made}."] if made else []),
-        )
+        return (f"Matrices became floats: {made}.",) if made else ()
 
 
 def unpack(

@@ -269,15 +269,12 @@ def describe(done: Conversion, out: Path, target: str) -> list[str]:
     """Lines for a terminal, of what `convert` returned."""
     if target == "paddle":
         return [f"{out}: tables of scales of {done.modules} quantized layers", *done.notes]
+    if not done.modules:
+        return [f"{out}: a float model", *done.notes]
     if target == "float":
         exact = f"rounded, by at most {done.scale_rounding:.2g} of their value"
         weights = exact if done.scale_rounding else "exact"
         return [f"{out}: a float model of {done.modules} layers, weights {weights}", *done.notes]
-    if target == "gguf":
-        first = (
-            f"{out}: {done.modules} quantized layers, integers equal to the source's bit for bit"
-        )
-        return [f"{first}; scales in fp16", *done.notes]
     if done.rounded:
         return [
             f"{out}: {done.modules} layers, rounded to the nearest with given scales",
@@ -288,5 +285,7 @@ def describe(done: Conversion, out: Path, target: str) -> list[str]:
         if done.scale_rounding
         else "exact"
     )
+    if target == "gguf":
+        rounding = "in fp16"
     first = f"{out}: {done.modules} quantized layers, integers equal to the source's bit for bit"
     return [f"{first}; scales {rounding}", *done.notes]

@@ -69,6 +69,7 @@ def test_a_model_comes_back(make_model, tmp_path, kind):
     source, file = make_model(kind, **MODELS[kind]), tmp_path / "m.gguf"
     done = convert(source, file, "gguf")
     assert done.notes[0].startswith("Tensors: ")
+    assert describe(done, file, "gguf")[0] == f"{file}: a float model"
     unpack(file, tmp_path / "back")
     before, after = Checkpoint.open(source), Checkpoint.open(tmp_path / "back")
     names = set(before.names())
