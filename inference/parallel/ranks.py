@@ -3,7 +3,8 @@
 Each has two connections: one for its tasks, one for its heartbeats (`news`), which a thread reads.
 A rank whose connection ends has died. A rank that has stopped is found by its progress: all ranks
 count the same things (`inference.parallel.group.Progress`), so that one whose count stays below
-another's for longer than the engine's patience is taken for stopped.
+another's for longer than the engine's patience is taken for stopped; so is one that says nothing
+for that long while others wait, which may have stopped amid a collective that all have counted.
 
 When one fails, all are killed: with their connections closed, whatever rank 0 waits for ends,
 too. The other ranks notice the end of rank 0 as their connections close.
@@ -109,7 +110,10 @@ class Other:
     beat: Heartbeat = field(default_factory=lambda: Heartbeat(0, "starting"))
     moved: float = field(default_factory=time.monotonic)  # when its number last grew
     late: float | None = None  # since when its number is smaller than another's
-    gap: float = 0.0  # longest time in which its number did not grow while it was late
+    heard: float | None = None  # when it last said anything
+    gap: float = (
+        0.0  # longest time in which its number did not grow while it was late, or of silence
+    )
 
 
 class Ranks:
@@ -268,10 +272,11 @@ class Ranks:
                 f"{self._named(other)} {ended} while {self._at(other)}. The engine has ended"
             )
             return
+        now, heard = time.monotonic(), other.heard
+        other.gap, other.heard = max(other.gap, now - (heard or now)), now
         if isinstance(news, Failed):
             self._fail(f"{self._named(other)} failed while {news.doing}: {news.why}")
         elif news.count > other.beat.count:
-            now = time.monotonic()
             if other.late is not None:
                 other.gap = max(other.gap, now - max(other.moved, other.late))
             other.beat, other.moved, other.late = news, now, None
@@ -291,11 +296,10 @@ class Ranks:
             )
             return
         for other in self._others:
-            if other.beat.count >= most:
-                other.late = None
-                continue
-            other.late = other.late or now
-            waited = now - max(other.late, other.moved)
+            other.late = None if other.beat.count >= most else other.late or now
+            waited = now - (other.heard or now) if self._busy else 0.0
+            if other.late is not None:
+                waited = max(waited, now - max(other.late, other.moved))
             patience = self._patience * (DISK if other.beat.doing == LOADING else 1)
             if waited > max(patience, GAPS * other.gap):
                 self._fail(

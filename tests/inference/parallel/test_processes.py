@@ -181,9 +181,10 @@ class Held:
 
 
 @pytest.fixture
-def ranks():
-    progress = Progress()
-    made = Ranks([RankSpec(1, 2, dict, EngineConfig(), dict, "", 1, dict)], progress, Answering)
+def ranks(request):
+    progress, patience = Progress(), getattr(request, "param", 20.0)
+    specs = [RankSpec(1, 2, dict, EngineConfig(), dict, "", 1, dict)]
+    made = Ranks(specs, progress, Answering, patience)
     made.progress = progress
     yield made
     made.close()
@@ -202,6 +203,20 @@ def test_a_device_that_does_not_come_back_is_named_with_every_rank_and_its_step(
     with pytest.raises(EngineEndedError, match=message):
         ranks.check()
     assert held.calls == ["give up"]
+
+
+@pytest.mark.parametrize("ranks", [0.5], indirect=True)
+def test_a_rank_that_stopped_amid_a_collective_that_all_have_counted_is_found(ranks):
+    """It has counted it like the others, so that none is later than another; but it is silent."""
+    time.sleep(1.0)
+    ranks.check()  # nobody waits for it
+    start = time.monotonic()
+    with ranks.together("running step 8"):
+        assert ranks._failed.wait(5)
+    assert time.monotonic() - start < 2
+    told = r"rank 1 \(alone\) of 2 has stopped while running step 7: the others have waited for it"
+    with pytest.raises(EngineEndedError, match=told):
+        ranks.check()
 
 
 def test_a_device_that_comes_back_in_time_is_no_failure(ranks):
