@@ -24,6 +24,7 @@ from torch import Tensor
 from inference.gpu.decoder import GpuBatch
 from inference.gpu.fields import Arrays, Fields, HostBlocks, Shape
 from inference.gpu.layers import workspace_on
+from inference.gpu.memory import capturing
 from inference.gpu.sizes import decodes_of
 from inference.models.network import Catching, Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
@@ -232,7 +233,7 @@ class DeviceChain:
         finally:
             current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with capturing(graph, self._pool, self._stream):
             run()
         for tensor, kept in zip((*changed, state.drafts), before, strict=True):
             tensor.copy_(kept)

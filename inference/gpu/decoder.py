@@ -83,6 +83,24 @@ def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
     Returns:
         Logits fp32 [R, vocabulary].
     """
+    return read_logits(model, *run_blocks(model, pools, batch))
+
+
+def read_logits(model: GpuDecoder, rows: Tensor, scales: Tensor | None) -> Tensor:
+    """Logits fp32 [R, vocabulary] of rows of `run_blocks`, and their scales."""
+    logits, softcap = model.head.run(rows, scales, torch.float32), model.config.logits_softcap
+    return logits if softcap is None else softcap_logits(logits, softcap)
+
+
+@torch.no_grad()
+def run_blocks(
+    model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch
+) -> tuple[Tensor, Tensor | None]:
+    """The same without the head.
+
+    Returns:
+        (the rows that it reads of the tokens whose logits are wanted, [R, H], their scales).
+    """
     c, total = model.config, model.embed(batch.ids)
     if c.embedding_scale != 1:
         total = total * c.embedding_scale
@@ -115,9 +133,13 @@ def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
         batch.reads.keep(read, batch.slots)
     if batch.rows is not None and every:
         rows = rows[batch.rows]
-        scales = scales if scales is None or scales.numel() == 1 else scales[batch.rows]
-    logits = head.run(rows, scales, torch.float32)
-    return logits if c.logits_softcap is None else softcap_logits(logits, c.logits_softcap)
+        scales = scales_of(scales, batch.rows)
+    return rows, scales
+
+
+def scales_of(scales: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Those of some rows; what is of all of them stays."""
+    return scales if scales is None or scales.numel() == 1 else scales[rows]
 
 
 def sinks_of(positions: Tensor, count: int) -> Tensor | None:

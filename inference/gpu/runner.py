@@ -24,12 +24,18 @@ import torch
 from torch import Tensor
 
 from inference.gpu.code_step import asks_host, forward_code
-from inference.gpu.decoder import GpuBatch, GpuDecoder, forward
+from inference.gpu.decoder import (
+    GpuBatch,
+    GpuDecoder,
+    read_logits,
+    run_blocks,
+    scales_of,
+)
 from inference.gpu.edit_tables import EditTables
 from inference.gpu.feed_forward import as_one
 from inference.gpu.fields import Fields, HostBlock, HostBlocks
 from inference.gpu.layers import workspace_on
-from inference.gpu.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
+from inference.gpu.memory import OF_STEPS, capturing, free_bytes, memory_for, ran_out, too_small
 from inference.gpu.ranks import StepRanks
 from inference.gpu.sizes import Size, WholeSize, decodes_of, padded_sizes, size_of, whole_size
 from inference.gpu.steps import (
@@ -37,6 +43,7 @@ from inference.gpu.steps import (
     places,
     step_shapes,
     told_rows,
+    wanted_tokens,
     write_moved,
     write_step,
 )
@@ -141,13 +148,13 @@ class Launched:
 class Captured:
     """A step of a size: its arguments and results, its graph, and the workspace that it writes to.
 
-    Logits are kept of decodes alone: those of prompts nobody reads, and the next graph has their
-    memory.
+    Results are logits and tokens, logits of decodes alone: those of prompts nobody reads, and the
+    next graph has their memory. Those of a size that keeps the rows of all tokens are rows and
+    their scales.
     """
 
     fields: Fields
-    logits: Tensor | None
-    tokens: Tensor
+    results: tuple[Tensor | None, Tensor | None]
     graph: torch.cuda.CUDAGraph
     workspace: Workspace
 
@@ -284,7 +291,7 @@ class GpuRunner:
             if isinstance(plan.size, WholeSize):
                 logits, chosen = self._whole(plan.size, plan.block)
             else:
-                logits, chosen = self._padded(plan.size, plan.block)
+                logits, chosen = self._padded(plan)
             found = [chosen]
             if plan.logprobs is not None:
                 assert logits is not None
@@ -308,7 +315,7 @@ class GpuRunner:
         device."""
         logits = self.launch(work).executed.logits
         assert logits is not None
-        return logits[: work.tokens].clone()  # the next step writes there
+        return logits[: work.tokens].clone()  # the next step may write there
 
     def warm_up(self, sequences: int, tokens: int, rows: int = 0) -> None:
         """Compile and capture the steps of up to so many decodes and tokens of prompts.
@@ -377,6 +384,8 @@ class GpuRunner:
             return whole_size(work)
         if size.prompts and (self._invariant or not self._asks_nothing(size)):
             return whole_size(work)  # (invariant: logits of few tokens are wanted)
+        if size.every and (self._ranks is not None or isinstance(self.model, CodeModel)):
+            return whole_size(work)
         return size
 
     def _prepared(self, work: Work) -> Prepared:
@@ -390,7 +399,8 @@ class GpuRunner:
         block = self._block_for(size)
         write_step(block.arrays, work, size)
         edits = self._edits.new_for(work)
-        return StepPlan(size, block.bytes, told_rows(work, size), edits), block
+        told, wanted = told_rows(work, size), wanted_tokens(work, size)
+        return StepPlan(size, block.bytes, told, edits, wanted), block
 
     def _block_for(self, size: Size | WholeSize) -> HostBlock:
         """A block for the arrays of a step, which nobody reads any more."""
@@ -399,30 +409,50 @@ class GpuRunner:
                 return HostBlock(step_shapes(size, self._width), pinned=self._on_gpu)
             return self._blocks.next(size, lambda: step_shapes(size, self._width))
 
-    def _padded(self, size: Size, block: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _padded(self, plan: StepPlan) -> tuple[Tensor | None, Tensor]:
         """A padded step: logits, if they are kept, and a next token for each of its rows."""
+        size = plan.size
+        assert isinstance(size, Size)
         captured = self._graph_for(size)
         if captured is not None:
-            captured.fields.upload(block)
+            captured.fields.upload(plan.block)
             captured.graph.replay()
-            return captured.logits, captured.tokens
-        return self._run(self._uploaded(size, block), size)
+            x, (first, second) = captured.fields.on_device, captured.results
+        else:
+            x = self._uploaded(size, plan.block)
+            first, second = self._run(x, size)
+        if plan.wanted is None:
+            assert second is not None
+            return first, second
+        assert first is not None
+        rows = torch.cat([x["rows"], self._moved(plan.wanted)])
+        logits = read_logits(self._decoder, first[rows], scales_of(second, rows))
+        chosen, rest = logits.tensor_split([size.sequences])
+        return rest, self._choose(chosen, x)
 
     def _uploaded(self, size: Size | WholeSize, block: Tensor) -> dict[str, Tensor]:
         fields = Fields(step_shapes(size, self._width), self._device)
         fields.upload(block)
         return fields.on_device
 
-    def _run(self, x: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
-        """Logits and next tokens of the rows of a padded step."""
-        logits = self._forward(self._inputs(x, size.decodes, padded=True))
+    def _run(self, x: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor | None]:
+        """Logits and next tokens of the rows of a padded step, or the rows of all of its tokens."""
+        batch = self._inputs(x, size.decodes, padded=True)
+        if size.every:
+            return run_blocks(self._decoder, self._pools, replace(batch, rows=None))
+        logits = self._forward(batch)
         return logits, self._choose(logits, x)
+
+    @property
+    def _decoder(self) -> GpuDecoder:
+        assert not isinstance(self.model, CodeModel)
+        return self.model
 
     def _forward(self, batch: GpuBatch) -> Tensor:
         """Logits fp32 [R, vocabulary] of the tokens of a step."""
         if isinstance(self.model, CodeModel):
             return forward_code(self.model, self._pools, batch)
-        return forward(self.model, self._pools, batch)
+        return read_logits(self.model, *run_blocks(self.model, self._pools, batch))
 
     def _graph_for(self, size: Size) -> Captured | None:
         """The graph that a step is replayed as; None if it runs kernel by kernel."""
@@ -486,9 +516,10 @@ class GpuRunner:
         if self._ranks is not None:
             self._ranks.meet()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            logits, tokens = self._run(fields.on_device, size)
-        return Captured(fields, None if size.prompts else logits, tokens, graph, workspace)
+        with capturing(graph, self._pool, self._stream):
+            first, second = self._run(fields.on_device, size)
+        kept = first if size.every or not size.prompts else None
+        return Captured(fields, (kept, second), graph, workspace)
 
     def _whole(self, size: WholeSize, block: Tensor) -> tuple[Tensor, Tensor]:
         """A step as it is: logits, and the next tokens of those that sample."""

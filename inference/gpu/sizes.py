@@ -2,8 +2,8 @@
 
 A step whose number of tokens is small is padded, so that a CUDA graph captured for one serves many:
 first the sequences of one token, as many as the next power of two (or, in a step of more than 32 of
-them and nothing else, what is halfway); then, in a step that has others, `PROMPTS` sequences of
-`Size.tokens` tokens together. A draft counts as a sequence of one token.
+them and nothing else, what is halfway); then, in a step that has others, `PROMPTS` sequences, or
+`MANY`, of `Size.tokens` tokens together. A draft counts as a sequence of one token.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from inference.scheduling.work import Work
 
 PROMPTS = 8  # sequences of more than one token in a padded step
-
-
+MANY = 64  # the same, where there are more of them than that
+LEAST = 128  # tokens of so many
 MOST_TOKENS = 2048  # of them; launching a step of more takes less than running it
 
 
@@ -26,11 +26,13 @@ class Size:
         decodes: Sequences of one token.
         prompts: Sequences of more, after them; 0 if there are none.
         tokens: Of the latter.
+        every: Whether the rows of all tokens are kept, of which the head reads some.
     """
 
     decodes: int
     prompts: int = 0
     tokens: int = 0
+    every: bool = False
 
     @property
     def sequences(self) -> int:
@@ -68,10 +70,20 @@ def size_of(work: Work) -> Size | None:
     if not prompts and work.samples.all() and not work.whole.any():
         return decodes_of(decodes)
     tokens = work.tokens - decodes
-    read = work.host.any() or work.whole.any() or work.tells  # logits of decodes alone are kept
-    if read or prompts > PROMPTS or tokens > MOST_TOKENS:
+    if prompts > MANY or tokens > MOST_TOKENS:
         return None
-    return Size(_power(decodes) if decodes else 0, PROMPTS, _rounded(tokens))
+    every = bool(work.host.any() or work.whole.any()) or work.tells
+    return _size(_power(decodes) if decodes else 0, prompts, tokens, every)
+
+
+def _size(decodes: int, prompts: int, tokens: int, every: bool = False) -> Size:
+    """The size of a step that has prompts."""
+    if prompts <= PROMPTS:
+        return Size(decodes, PROMPTS, _rounded(tokens), every)
+    beside = 16 if decodes else 0
+    while beside < decodes:
+        beside *= 4
+    return Size(beside, MANY, _rounded(max(tokens, LEAST)), every)
 
 
 def padded_sizes(sequences: int, most: int, rows: int = 0) -> list[Size]:
@@ -87,7 +99,8 @@ def padded_sizes(sequences: int, most: int, rows: int = 0) -> list[Size]:
     alone = {decodes_of(n) for n in range(1, max(sequences, rows) + 1)}
     decodes = sorted({_power(n) for n in range(1, sequences + 1)}, reverse=True)
     tokens = sorted({_rounded(n) for n in range(1, min(most, MOST_TOKENS) + 1)}, reverse=True)
-    both = [Size(beside, PROMPTS, count) for count in tokens for beside in (*decodes, 0)]
+    prompts = (PROMPTS, MANY) if sequences > PROMPTS else (PROMPTS,)
+    both = {_size(d, s, t): None for t in tokens for s in prompts for d in (*decodes, 0)}
     return [*sorted(alone, key=lambda size: -size.decodes), *both]
 
 

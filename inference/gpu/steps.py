@@ -50,12 +50,14 @@ class StepPlan:
         block: The arrays: uint8 on the host.
         logprobs: Whose log probabilities are returned; None where nobody wants them.
         edits: What is put into the device's tables before it runs; None where nothing is.
+        wanted: int64, the tokens whose logits are wanted, of a size that keeps the rows of all.
     """
 
     size: Size | WholeSize
     block: Tensor
     logprobs: LogprobRows | None = None
     edits: NewEdits | None = None
+    wanted: Tensor | None = None
 
 
 def step_shapes(size: Size | WholeSize, width: int) -> dict[str, Shape]:
@@ -157,6 +159,23 @@ def places(work: Work, size: Size | WholeSize) -> Ints:
     return rows
 
 
+def wanted_tokens(work: Work, size: Size | WholeSize) -> Tensor | None:
+    """The tokens whose logits are wanted, where a padded step keeps the rows of all."""
+    if isinstance(size, WholeSize) or not size.every:
+        return None
+    found = _wanted(work)
+    return torch.from_numpy(
+        np.where(found < work.singles, found, found + size.decodes - work.singles)
+    )
+
+
+def _wanted(work: Work) -> Ints:
+    """The tokens of a step whose logits are wanted."""
+    ends, rows = np.cumsum(work.counts), work.rows
+    last = np.cumsum(rows)
+    return np.repeat(ends - last, rows) + np.arange(rows.sum())
+
+
 def told_rows(work: Work, size: Size | WholeSize) -> LogprobRows | None:
     """Whose log probabilities the device tells, in the order of the slices."""
     if not work.tells:
@@ -168,13 +187,12 @@ def told_rows(work: Work, size: Size | WholeSize) -> LogprobRows | None:
 
 def write_whole(arrays: Arrays, work: Work) -> None:
     """Write a step as it is."""
-    ends, rows, samples = np.cumsum(work.counts), work.rows, np.flatnonzero(work.samples)
-    last = np.cumsum(rows)
+    ends, samples = np.cumsum(work.counts), np.flatnonzero(work.samples)
     for name, values in (_of_slices(work) | _of_draws(work, samples)).items():
         arrays[name][:] = values
     _write_tables(arrays["tables"], work, slice(None))
-    arrays["rows"][:] = np.repeat(ends - last, rows) + np.arange(len(arrays["rows"]))
-    arrays["samples"][:] = last[samples] - 1
+    arrays["rows"][:] = _wanted(work)
+    arrays["samples"][:] = np.cumsum(work.rows)[samples] - 1
     arrays["query_start"][0], arrays["query_start"][1:] = 0, ends
 
 

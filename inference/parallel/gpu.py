@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -279,9 +278,10 @@ class RanksLoop(DeviceLoop):
     @override
     def score(self, work: Work) -> Tensor:
         with self._ranks.together("scoring a text"):
-            launched = self.runner.launch(work)
+            logits = super().score(work)
             with self._group.progress.waiting():
-                return launched.logits_of(np.arange(len(work)))
+                torch.cuda.synchronize()
+            return logits
 
     @override
     def warm_up(self) -> None:

@@ -90,7 +90,7 @@ def test_warming_up_tells_the_time_of_captured_steps():
     drafted(engine, wanted, 0.7, None)
     engine.warm_up()
     assert engine.speculation is not None
-    told = engine.speculation._plain._told
+    told = engine.speculation._plain._measured
     assert 1e-5 < told[1] < told[64] < 0.1
     found = engine.generate([[5 + i] * 40 for i in range(3)], params)
     assert sum(same_as_far_as_ties(*pair) for pair in zip(found, wanted, strict=True)) > 40

@@ -527,7 +527,7 @@ def on_their_device(path: str):
     from inference.requests.request import SamplingParams
 
     inside: list[torch.device] = []
-    forward, seen = runner.forward, []
+    run_blocks, seen = runner.run_blocks, []
 
     @contextmanager
     def current(device):
@@ -537,10 +537,10 @@ def on_their_device(path: str):
 
     def run(*args):
         seen.append(list(inside))
-        return forward(*args)
+        return run_blocks(*args)
 
     engine = engine_of(path)
-    with patch.object(runner, "launches_on", current), patch.object(runner, "forward", run):
+    with patch.object(runner, "launches_on", current), patch.object(runner, "run_blocks", run):
         engine.generate([prompt(20)], SamplingParams(max_tokens=3, ignore_eos=True))
         engine.score(prompt(3))
     assert len(seen) == 4

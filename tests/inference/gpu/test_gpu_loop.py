@@ -86,7 +86,8 @@ def fake_sample(
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch):
-    monkeypatch.setattr(runner, "forward", fake_forward)
+    monkeypatch.setattr(runner, "run_blocks", lambda *args: (fake_forward(*args), None))
+    monkeypatch.setattr(runner, "read_logits", lambda model, rows, scales: rows)
     monkeypatch.setattr(runner, "sample", fake_sample)
     monkeypatch.setattr(runner, "workspace_on", lambda device: SimpleNamespace())
     monkeypatch.setattr(backend, "invariant_decoder", lambda model: model)

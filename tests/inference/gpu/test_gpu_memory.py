@@ -59,7 +59,7 @@ def test_a_cache_that_does_not_fit(monkeypatch):
 
 
 def test_a_step_that_does_not_fit(monkeypatch):
-    monkeypatch.setattr(runner, "forward", run_out)
+    monkeypatch.setattr(runner, "run_blocks", run_out)
     model: Any = SimpleNamespace(layers=[])
     scheduler = Scheduler(BlockManager(1), max_batch_size=1, max_batched_tokens=1)
     own = GpuRunner(model, [], CPU, scheduler.batch, width=1)

@@ -10,6 +10,7 @@ import pytest
 
 from inference.gpu.fields import HostBlock
 from inference.gpu.sizes import (
+    MANY,
     MOST_TOKENS,
     PROMPTS,
     Size,
@@ -18,7 +19,7 @@ from inference.gpu.sizes import (
     size_of,
     whole_size,
 )
-from inference.gpu.steps import padded_shapes, places, step_shapes, write_step
+from inference.gpu.steps import padded_shapes, places, step_shapes, wanted_tokens, write_step
 from inference.scheduling.batch import RunningBatch
 from inference.scheduling.sequence import NEVER, Draw, Sequence, Terms
 from inference.scheduling.work import Work
@@ -60,7 +61,16 @@ def written(work: Work, size) -> dict[str, list]:
 
 @pytest.mark.parametrize(
     ("singles", "counts"),
-    [(1, []), (5, []), (0, [7]), (0, [16]), (3, [40, 2]), (4, [2] * PROMPTS), (1, [200, 100, 33])],
+    [
+        (1, []),
+        (5, []),
+        (0, [7]),
+        (0, [16]),
+        (3, [40, 2]),
+        (4, [2] * PROMPTS),
+        (1, [200, 100, 33]),
+        (3, [5] * 20),
+    ],
 )
 def test_tokens_stand_where_they_do_without_padding(singles, counts):
     work = some_work(singles, counts, len(counts))
@@ -104,13 +114,19 @@ def test_sizes():
     assert size_of(some_work(5, [], 0)) == Size(8) == decodes_of(5)
     assert size_of(some_work(3, [40], 1)) == Size(4, PROMPTS, 48)
     assert size_of(some_work(0, [3], 2)) == Size(0, PROMPTS, 16)
-    assert size_of(some_work(1, [2] * (PROMPTS + 1), 3)) is None
+    assert size_of(some_work(1, [2] * (PROMPTS + 1), 3)) == Size(16, MANY, 128)
+    assert size_of(some_work(40, [30] * 20, 3)) == Size(64, MANY, 768)
+    assert size_of(some_work(0, [2] * (MANY + 1), 3)) is None
     assert size_of(some_work(1, [MOST_TOKENS + 1], 4)) is None
     sizes = padded_sizes(5, 300)
     assert sizes[:4] == [Size(8), Size(4), Size(2), Size(1)]
     counts = [size.tokens for size in sizes if size.prompts and size.decodes == 0]
     assert counts == [384, 256, 192, 128, 96, 64, 48, 32, 16]
     assert {size.decodes for size in sizes if size.tokens == 48} == {0, 1, 2, 4, 8}
+    many = [size for size in padded_sizes(9, 300) if size.prompts == MANY]
+    assert {(size.decodes, size.tokens) for size in many} == {
+        (d, t) for d in (0, 16) for t in (128, 192, 256, 384)
+    }
     assert max(size.tokens for size in padded_sizes(1, 10**6)) == MOST_TOKENS
 
 
@@ -123,11 +139,28 @@ def test_every_padded_step_is_among_the_sizes():
         assert size_of(some_work(ones, counts, seed)) in sizes
 
 
-def test_what_the_host_reads_is_not_padded():
+def test_what_the_host_reads_keeps_the_rows_of_all_tokens():
+    """But for the logits of decodes, which are kept."""
     for whole in (False, True):
         rest = {"host": not whole, "whole": whole}
-        assert size_of(some_work(2, [9], 0, **rest)) is None
-        assert (size_of(some_work(2, [], 0, **rest)) is None) == whole, "of decodes logits are kept"
+        assert size_of(some_work(2, [9], 0, **rest)) == Size(2, PROMPTS, 16, every=True)
+        alone = Size(2, PROMPTS, 16, every=True) if whole else Size(2)
+        assert size_of(some_work(2, [], 0, **rest)) == alone
+
+
+def test_wanted_tokens_are_where_they_stand_without_padding():
+    for ones, counts in ((3, [40, 2]), (0, [9, 30]), (2, [5] * 20), (2, [])):
+        work = some_work(ones, counts, 1, whole=True)
+        size, whole = size_of(work), whole_size(work)
+        assert size is not None
+        assert size.every
+        wanted = wanted_tokens(work, size)
+        assert wanted is not None
+        padded, own = written(work, size), written(work, whole)
+        for name in ("positions", "slots", "ids"):
+            here = [padded[name][i] for i in wanted.tolist()]
+            assert here == [own[name][i] for i in own["rows"]]
+        assert wanted_tokens(work, whole) is None
 
 
 @pytest.mark.parametrize("size", [Size(4), Size(0, PROMPTS, 16), Size(8, PROMPTS, 64)])
