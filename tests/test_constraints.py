@@ -86,5 +86,7 @@ def imported() -> Iterator[str]:
 def test_every_package_that_is_imported_is_asked_for():
     tops = {name.partition(".")[0] for name in imported()}
     foreign = tops - OURS - BROUGHT - set(sys.stdlib_module_names) - {"peer_child"}
-    asked = {canonicalize_name(r.name) for r in wanted("serve", "structured", "eval", "gguf", "ray")}
+    asked = {
+        canonicalize_name(r.name) for r in wanted("serve", "structured", "eval", "gguf", "ray")
+    }
     assert {canonicalize_name(NAMES.get(name, name)) for name in foreign} <= asked

@@ -15,7 +15,7 @@ from kernels.triton.fused import quantize_rows
 from kernels.triton.linear.dispatch import FP8, pack
 from kernels.triton.linear.packing import BLOCK
 from kernels.triton.linear.w16a16 import DenseWeight
-from kernels.triton.linear.weight import GpuWeight, InputFormat
+from kernels.triton.linear.weight import GpuWeight, InputFormat, fits_short
 
 TILE = 64  # outputs of a tile; of blocks of fp8 `BLOCK`
 AT_ONCE = 256  # rows whose split sums a workspace holds
@@ -98,11 +98,15 @@ class GpuLinear:
         `dtype`."""
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        if self.missing and rows.shape[1] < self.weight.size[1]:
+        if self.missing and rows.shape[1] < self.weight.size[1] and not self._takes(rows):
             rows = _wider(rows, self.missing)
         run = self._run_alike if self.invariant and not self.weight.exact else self.weight.run
         y = run(rows, scales, workspace_on(rows.device), dtype)
         return y if self.outputs is None else y[:, : self.outputs].contiguous()
+
+    def _takes(self, rows: Tensor) -> bool:
+        """Whether the kernel reads these rows without what fills them up."""
+        return self.weight.takes_short_rows and fits_short(rows.shape[1], self.weight.size[1])
 
     def _run_alike(
         self, rows: Tensor, scales: Tensor | None, workspace: Workspace, dtype: torch.dtype
@@ -175,8 +179,10 @@ def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> GpuLinear:
         warn_of(stored.names, why, stored.scheme.text, tuple(stored.weight.shape[-2:]))
     outputs = stored.weight.shape[-2]
     short = None if filled.weight.shape[-2] == outputs else outputs
-    if missing and stored.order is None:
-        inputs = replace(inputs, length=filled.weight.shape[-1])
+    long = filled.weight.shape[-1]
+    short_rows = own.takes_short_rows and fits_short(long - missing, long)
+    if missing and stored.order is None and not short_rows:
+        inputs = replace(inputs, length=long)
     return GpuLinear(own, inputs, stored.order, short, missing)
 
 

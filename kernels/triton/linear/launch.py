@@ -122,6 +122,7 @@ def launch_few_rows(
     fused: bool = True,
     wide: bool = False,
     padding: int = 0,
+    inputs: int | None = None,
     **own: Any,
 ) -> None:
     """Run a kernel of few rows; see the top of the file.
@@ -136,13 +137,14 @@ def launch_few_rows(
         fused: Whether the compiler may fuse a product and a sum, which then round once.
         wide: Whether places in the weight need 64 bits; those in x are looked after here.
         padding: Outputs that the weight has beyond N.
+        inputs: K of the weight; None: as many as x has.
         own: What the kernel takes by name beyond what all do.
 
     Raises:
         ValueError: the tile does not fit, or the workspace is too small.
     """
     x, out, workspace, sorted_rows = product.x, product.out, product.workspace, product.sorted_rows
-    (rows, outputs), inputs = out.shape, x.shape[1]
+    (rows, outputs), inputs = out.shape, inputs or x.shape[1]
     parts = workspace.parts.view(torch.int32) if exact else workspace.parts
     experts, pairs, share, ready = None, None, 1, False
     if sorted_rows is not None:

@@ -57,12 +57,17 @@ LIBRARY_ROWS = 256  # of fp8: beyond these cuBLASLt is ahead on sm_90
 
 @triton.jit(do_not_specialize=["M"])
 def w8a8_kernel(
-    x, packed, x_scale, w_scale, bias, out, parts, arrivals, experts, pairs, M, N, K, step, pitch,
+    x, packed, x_scale, w_scale, width, bias, out, parts, arrivals, experts, pairs, M, N, K, step,
+    pitch,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK: tl.constexpr, SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr,
     PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr, OVERLAP: tl.constexpr,
+    SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of outputs, split, tile of rows); the tile is transposed."""
+    """Program (tile of outputs, split, tile of rows); the tile is transposed.
+
+    If SHORT, rows of x have `width` < K inputs, and zeros stand for the others.
+    """
     tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = tl.cdiv(K // BLOCK, SPLITS)
     first = split * share
@@ -82,7 +87,7 @@ def w8a8_kernel(
     if WIDE:
         step, pitch = step.to(tl.int64), pitch.to(tl.int64)
     weights = packed + n[:, None] * pitch + k[None, :]
-    columns = x + row[None, :] * K + k[:, None]
+    columns = x + row[None, :] * width + k[:, None]
     if OVERLAP:
         for i in tl.static_range(AHEAD):
             if first + i < K // BLOCK:
@@ -97,7 +102,8 @@ def w8a8_kernel(
     acc = tl.zeros([OUTPUTS, ROWS], SUM)
     for g in tl.range(first, tl.minimum(first + share, K // BLOCK), num_stages=STAGES):
         w = tl.load(weights + g * step, eviction_policy="evict_first")
-        xt = tl.load(columns + g * BLOCK, mask=real, other=0.0)
+        inside = real & (k[:, None] < width - g * BLOCK) if SHORT else real
+        xt = tl.load(columns + g * BLOCK, mask=inside, other=0.0)
         acc = tl.dot(w, xt, acc, out_dtype=SUM, max_num_imprecise_acc=128)
     last = True
     if SPLITS > 1:
@@ -143,6 +149,11 @@ class W8A8Weight(GpuWeight):
         return 128 if self.packed.dtype == torch.int8 else 64
 
     @property
+    def takes_short_rows(self) -> bool:
+        """Whether its kernels take rows without the zeros that fill the last run of 128 inputs."""
+        return True
+
+    @property
     def gathers(self) -> bool:
         """Whether `rows` gives rows of it."""
         return True
@@ -154,7 +165,7 @@ class W8A8Weight(GpuWeight):
 
     def check(self, x: Tensor, x_scale: Tensor | None) -> None:
         """Raise ValueError unless rows are of the weight's type and have their scales."""
-        check_inputs(x, (self.packed.dtype,), self.size[1])
+        check_inputs(x, (self.packed.dtype,), self.size[1], short=True)
         check_input_scale(x_scale, len(x))
 
     def tile(self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None) -> Tile | None:
@@ -195,10 +206,10 @@ class W8A8Weight(GpuWeight):
         block = BLOCK if integers or inputs % tile.inputs else tile.inputs
         step, pitch = (outputs * BLOCK, BLOCK) if integers else (block, inputs)
         launch_few_rows(
-            w8a8_kernel, (x, self.packed, product.x_scale, self.scale), self.bias, product, tile,
-            exact=integers, fused=False, wide=outputs * inputs > COUNTED,
-            step=step, pitch=pitch, BLOCK=block, PER_ROW=product.per_row,
-            SUM=tl.int32 if integers else tl.float32,
+            w8a8_kernel, (x, self.packed, product.x_scale, self.scale, x.shape[1]), self.bias,
+            product, tile, exact=integers, fused=False, wide=outputs * inputs > COUNTED,
+            inputs=inputs, SHORT=x.shape[1] < inputs, step=step, pitch=pitch, BLOCK=block,
+            PER_ROW=product.per_row, SUM=tl.int32 if integers else tl.float32,
         )  # fmt: skip
 
     def launch_many(self, product: Product, tile: Tile) -> None:
@@ -210,7 +221,7 @@ class W8A8Weight(GpuWeight):
         assert x_scale is not None
         out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             x,
-            self.packed.t(),
+            self.packed[:, : x.shape[1]].t(),
             scale_a=x_scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous(),
             scale_b=self.scale.reshape(1, -1),
             out_dtype=dtype,

@@ -90,6 +90,11 @@ class GpuWeight(ABC):
         return 64
 
     @property
+    def takes_short_rows(self) -> bool:
+        """Whether its kernels take rows without the zeros that fill the last run of 128 inputs."""
+        return False
+
+    @property
     def gathers(self) -> bool:
         """Whether `rows` gives rows of it."""
         return False
@@ -110,7 +115,8 @@ class GpuWeight(ABC):
         """x W^T + bias.
 
         Args:
-            x: [M, K], contiguous, as the layer's `InputFormat` says.
+            x: [M, K], contiguous, as the layer's `InputFormat` says; rows may be short
+                (`fits_short`) where the weight takes such.
             x_scale: fp32, one element, [M, 1] or [M, K / group]; None for float rows.
             workspace: Of the stream that this runs in.
             dtype: Of the result; int32 for an `exact` weight's sums as they are, without scales and
@@ -240,11 +246,21 @@ class GroupedWeight(GpuWeight):
         return self.scale.shape[1], self.packed.shape[0] * BLOCK
 
 
-def check_inputs(x: Tensor, types: Sequence[torch.dtype], inputs: int) -> None:
-    """Raise ValueError unless x is contiguous, [M, inputs] and of one of some types."""
-    names = " or ".join(str(dtype)[6:] for dtype in types)
+def check_inputs(
+    x: Tensor, types: Sequence[torch.dtype], inputs: int, *, short: bool = False
+) -> None:
+    """Raise ValueError unless x is contiguous, [M, inputs] and of one of some types; rows may be
+    `short`."""
+    names, found = " or ".join(str(dtype)[6:] for dtype in types), x.shape[-1]
     require(x.dtype in types and x.is_contiguous(), f"x is {x.dtype}; needed is contiguous {names}")
-    require(x.shape[-1] == inputs, f"x has {x.shape[-1]} inputs, the weight {inputs}")
+    fits = found == inputs or (short and fits_short(found, inputs))
+    require(fits, f"x has {found} inputs, the weight {inputs}")
+
+
+def fits_short(found: int, inputs: int) -> bool:
+    """Whether kernels that take short rows read rows of `found` inputs as such of more: zeros are
+    in the last run of 128 alone, and rows begin where the TMA unit reads."""
+    return inputs - BLOCK < found <= inputs and found % 16 == 0
 
 
 def check_input_scale(x_scale: Any, rows: int) -> None:

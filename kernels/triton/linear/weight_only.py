@@ -72,22 +72,31 @@ def scaled(q0, q1, q2, q3, s0, s1, s2, s3, GROUP: tl.constexpr):
 
 
 @triton.jit
-def product(w, s, x, real):
-    """A group's product, in fp32, times its scales."""
-    return tl.dot(w, tl.load(x, mask=real, other=0.0)) * s.to(tl.float32)[:, None]
+def product(w, s, x, real, left, SHORT: tl.constexpr):
+    """A group's product, in fp32, times its scales; see `inside`."""
+    there = inside(real, left, w.shape[1], SHORT)
+    return tl.dot(w, tl.load(x, mask=there, other=0.0)) * s.to(tl.float32)[:, None]
 
 
 @triton.jit
-def add_groups(acc, q0, q1, q2, q3, s0, s1, s2, s3, xs, real, GROUP: tl.constexpr):
+def inside(real, left, COUNT: tl.constexpr, SHORT: tl.constexpr):
+    """Which of the next COUNT inputs of rows are read: if SHORT, the first `left` of them."""
+    return real & (tl.arange(0, COUNT)[:, None] < left) if SHORT else real
+
+
+@triton.jit
+def add_groups(
+    acc, q0, q1, q2, q3, s0, s1, s2, s3, xs, real, left, GROUP: tl.constexpr, SHORT: tl.constexpr
+):  # fmt: skip
     """acc and the products of 128 inputs in groups of 32 or 64, each sum times its scales."""
     if GROUP == 32:
-        acc += product(q0, s0, xs, real)
-        acc += product(q1, s1, xs + 32, real)
-        acc += product(q2, s2, xs + 64, real)
-        acc += product(q3, s3, xs + 96, real)
+        acc += product(q0, s0, xs, real, left, SHORT)
+        acc += product(q1, s1, xs + 32, real, left - 32, SHORT)
+        acc += product(q2, s2, xs + 64, real, left - 64, SHORT)
+        acc += product(q3, s3, xs + 96, real, left - 96, SHORT)
     else:
-        acc += product(beside(q0, q1), s0, xs, real)
-        acc += product(beside(q2, q3), s2, xs + 64, real)
+        acc += product(beside(q0, q1), s0, xs, real, left, SHORT)
+        acc += product(beside(q2, q3), s2, xs + 64, real, left - 64, SHORT)
     return acc
 
 
@@ -108,15 +117,16 @@ def add_whole(
 
 @triton.jit(do_not_specialize=["M"])
 def weight_only_kernel(
-    x, packed, scale, bias, out, parts, arrivals, experts, pairs, M, N, K,
+    x, packed, scale, width, bias, out, parts, arrivals, experts, pairs, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr, SCALE_WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); `GROUP` is 0 for one scale an output.
 
-    With `experts` a tile of rows is one of an expert, and weights lie one after the other.
+    With `experts` a tile of rows is one of an expert, and weights lie one after the other. If
+    SHORT, rows of x have `width` < K inputs, and zeros stand for the others.
     """
     DT: tl.constexpr = x.dtype.element_ty
     WORDS: tl.constexpr = 256 * BITS
@@ -138,7 +148,7 @@ def weight_only_kernel(
     real = there[None, :]
     words = (tile * (OUTPUTS // 64) + tl.arange(0, OUTPUTS // 64))[:, None] * WORDS
     words = packed + words + tl.arange(0, WORDS)[None, :]
-    columns = x + row[None, :] * K + tl.arange(0, STEP)[:, None]  # x transposed
+    columns = x + row[None, :] * width + tl.arange(0, STEP)[:, None]  # x transposed
     wait(OVERLAP)
     announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -149,13 +159,14 @@ def weight_only_kernel(
         if GROUP > 0:
             place = scale + g * (N * (128 // GROUP)) + n
             s0, s1, s2, s3, z0, z1, z2, z3 = scales_of(place, N, GROUP, BITS, ZERO)
-        xs = columns + g * 128
-        xt = tl.load(xs, mask=real, other=0.0) if STEP == 128 else None
+        xs, left = columns + g * 128, width - g * 128
+        shown = inside(real, left, STEP, SHORT)
+        xt = tl.load(xs, mask=shown, other=0.0) if STEP == 128 else None
         q0, q1, q2, q3 = quarters(w, z0, z1, z2, z3, BITS, ZERO, DT)
         if STEP == 128:
             acc = add_whole(acc, q0, q1, q2, q3, s0, s1, s2, s3, xt, GROUP, SCALE_WEIGHT)
         else:
-            acc = add_groups(acc, q0, q1, q2, q3, s0, s1, s2, s3, xs, real, GROUP)
+            acc = add_groups(acc, q0, q1, q2, q3, s0, s1, s2, s3, xs, real, left, GROUP, SHORT)
     last = True
     if SPLITS > 1:
         acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)
@@ -218,6 +229,11 @@ class FloatInputWeight(GroupedWeight):
         return out
 
     @property
+    def takes_short_rows(self) -> bool:
+        """Whether its kernels take rows without the zeros that fill the last run of 128 inputs."""
+        return True
+
+    @property
     def gathers(self) -> bool:
         """Whether `rows` gives rows of it."""
         return True
@@ -231,7 +247,7 @@ class FloatInputWeight(GroupedWeight):
 
     def check(self, x: Tensor, x_scale: Tensor | None) -> None:
         """Raise ValueError unless rows are floats of K inputs."""
-        check_inputs(x, FLOATS, self.size[1])
+        check_inputs(x, FLOATS, self.size[1], short=True)
 
     def plain_tile(
         self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None
@@ -253,17 +269,18 @@ class FloatInputWeight(GroupedWeight):
 
     def launch(self, product: Product, tile: Tile) -> None:
         """Run the kernel."""
+        x = product.x
         sums = tile.rows * (BLOCK // self.group if self.group else 0)
         launch_few_rows(
-            weight_only_kernel, (product.x, self.packed, self.scale), self.bias, product, tile,
-            BITS=self.BITS, GROUP=self.group, ZERO=self.zero_points,
-            SCALE_WEIGHT=self.BITS == 4 and sums > 64,
+            weight_only_kernel, (x, self.packed, self.scale, x.shape[1]), self.bias, product, tile,
+            inputs=self.size[1], SHORT=x.shape[1] < self.size[1], BITS=self.BITS,
+            GROUP=self.group, ZERO=self.zero_points, SCALE_WEIGHT=self.BITS == 4 and sums > 64,
         )  # fmt: skip
 
     def by_library(self, x: Tensor, x_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The same by cuBLAS."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.dequantize(x.dtype), bias).to(dtype)
+        return F.linear(x, self.dequantize(x.dtype)[:, : x.shape[1]], bias).to(dtype)
 
 
 def pack_float_input(

@@ -111,7 +111,7 @@ def launch_w4(weight: GroupedWeight, levels: Levels, product: Product, tile: Til
     from kernels.triton.linear.hopper.w4 import w4_kernel
 
     x, out, workspace = product.x, product.out, product.workspace
-    (rows, inputs), outputs, integers = x.shape, out.shape[1], x.dtype == torch.int8
+    rows, (outputs, inputs), integers = len(x), weight.size, x.dtype == torch.int8
     require(
         takes(weight, levels, out.dtype),
         f"groups of {weight.group} inputs, zero points: {weight.zero_points}, results in "

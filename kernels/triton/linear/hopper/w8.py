@@ -127,7 +127,7 @@ def compute(
     done = gl.to_tensor(0)
     for item in range(count(sizes)):
         row, column = place_of(item, sizes, BAND, xs.shape[1], ws.shape[1])
-        scales = ask(row, column, ends, M, PART, PER_ROW, BIAS, xs.shape[1], TILES, MMA)
+        scales = ask(row, column, ends, M, N, PART, PER_ROW, BIAS, xs.shape[1], TILES, MMA)
         accs = zeros(TILES * HALVES, ROWS, SUM, MMA)
         if SEGMENT == 0:
             accs = multiply(accs, rings, bars, done, groups, PART)
@@ -152,19 +152,24 @@ def compute(
 
 @gluon.jit
 def ask(
-    row, column, ends, M, PART: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
+    row, column, ends, M, N, PART: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
     ROWS: gl.constexpr, TILES: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """Scales of a tile's rows, [ROWS], of 64 outputs each, [64, 1], and biases: on their way."""
+    """Scales of a tile's rows, [ROWS], of 64 outputs each, [64, 1], and biases: on their way.
+
+    A last tile may have 64 outputs more than there are: what it makes of them is not stored.
+    """
     out, x_scale, w_scale, bias = ends
     m = row + gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     asked = (gl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0),)
     n = column + PART * TILES * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
     for t in gl.static_range(TILES):
-        asked = asked + (gl.expand_dims(gl.load(w_scale + n + t * 64), 1),)
+        scale = gl.load(w_scale + n + t * 64, mask=n + t * 64 < N, other=0.0)
+        asked = asked + (gl.expand_dims(scale, 1),)
     if BIAS:
         for t in gl.static_range(TILES):
-            asked = asked + (gl.expand_dims(gl.load(bias + n + t * 64), 1),)
+            more = gl.load(bias + n + t * 64, mask=n + t * 64 < N, other=0.0)
+            asked = asked + (gl.expand_dims(more, 1),)
     return asked
 
 

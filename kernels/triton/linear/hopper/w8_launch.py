@@ -34,7 +34,7 @@ def many_rows_rule(processors: int, rows: int, outputs: int, long: bool = False)
     """
 
     def rounds(tile: Tile) -> int:
-        tiles = -(-rows // tile.rows) * (outputs // tile.outputs)
+        tiles = -(-rows // tile.rows) * -(-outputs // tile.outputs)
         return -(-tiles // processors) * (tile.rows * tile.outputs + 4096)
 
     fitting = many_rows_tiles(outputs, long)
@@ -44,7 +44,12 @@ def many_rows_rule(processors: int, rows: int, outputs: int, long: bool = False)
 def many_rows_tiles(outputs: int, long: bool) -> list[Tile]:
     """The tiles of many rows that fit; see `many_rows_rule`."""
     most = LONG if long else 2 * LONG
-    return [t for t in MANY if outputs % t.outputs == 0 and t.rows * t.outputs <= most]
+    return [t for t in MANY if _fits(outputs, t) and t.rows * t.outputs <= most]
+
+
+def _fits(outputs: int, tile: Tile) -> bool:
+    """Whether outputs are whole tiles, or 64 less."""
+    return outputs % 64 == 0 and outputs % tile.outputs in (0, tile.outputs - 64)
 
 
 def launch_w8(
@@ -58,10 +63,11 @@ def launch_w8(
     from kernels.triton.linear.hopper.w8 import w8a8_many_kernel
 
     x, out = product.x, product.out
-    (rows, inputs), outputs = x.shape, out.shape[1]
+    rows, outputs, inputs = len(x), out.shape[1], packed.numel() // out.shape[1]
     require(
-        outputs % tile.outputs == 0 and tile.outputs % 128 == 0 and tile.splits == 1,
-        f"{tile} for {outputs} outputs; needed are 128 or 256 outputs, a divisor, and no splits",
+        _fits(outputs, tile) and tile.outputs % 128 == 0 and tile.splits == 1,
+        f"{tile} for {outputs} outputs; needed are 128 or 256 outputs, of which whole tiles, or 64 "
+        "less, make them all, and no splits",
     )
     long = x.dtype != torch.int8 and inputs > FAST_INPUTS
     require(
@@ -69,7 +75,7 @@ def launch_w8(
         f"{tile} for {inputs} inputs; of more than {FAST_INPUTS} a tile has {LONG} results at most",
     )
     groups, row_tiles = inputs // BLOCK, -(-rows // tile.rows)
-    tiles = row_tiles * (outputs // tile.outputs)
+    tiles = row_tiles * -(-outputs // tile.outputs)
     programs = min(multiprocessors(x.device), tiles)
     w8a8_many_kernel[(programs,)](
         describe(x, [tile.rows, BLOCK]),
