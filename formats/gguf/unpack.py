@@ -96,7 +96,13 @@ class Unpacked:
 
 
 def unpack(
-    path: Path, out: Path, *, floats: bool = False, force: bool = False, progress: bool = False
+    path: Path,
+    out: Path,
+    *,
+    floats: bool = False,
+    dtype: torch.dtype | None = None,
+    force: bool = False,
+    progress: bool = False,
 ) -> Unpacked:
     """Write the folder; memory held is one shard.
 
@@ -104,6 +110,7 @@ def unpack(
         path: The .gguf file.
         out: The folder to make.
         floats: Whether integers become floats, too.
+        dtype: Of matrices that are floats; default: that of the file's own, or fp16.
         force: Whether an existing `out` may be replaced.
         progress: Whether to show a bar.
 
@@ -119,8 +126,9 @@ def unpack(
     layers = _schemes(parts, family, tied=shared)
     if floats or set(layers) == {HEAD}:  # of which nothing else is quantized is a float model
         layers = {}
-    dtype = _float_type(file)
-    wide = dtype == torch.float16 and find_architecture(file).wide
+    wide = dtype is None and find_architecture(file).wide
+    dtype = dtype or _float_type(file)
+    wide = wide and dtype == torch.float16
     done, rows = Unpacked(), list[ScaleEntry]()
     with CheckpointWriter(
         out,

@@ -41,7 +41,7 @@ from formats.stored.shards import ShardWriter
 from ptq.convert.conversion import Conversion, compare, parts, require_same, unquantized
 from ptq.convert.from_foreign import import_folder
 from ptq.convert.from_paddle import import_tables
-from ptq.convert.to_float import to_float
+from ptq.convert.to_float import FLOATS, to_float
 from ptq.convert.to_gguf import to_gguf
 from ptq.version import version as own_version
 
@@ -96,7 +96,9 @@ def _convert(
 ) -> Conversion:
     """`convert` by what the source holds."""
     if is_gguf(source):
-        done = unpack(source, out, floats=target == "float", force=force, progress=progress)
+        of_floats = None if dtype is None else FLOATS[dtype]
+        floats, more = target == "float", {"force": force, "progress": progress}
+        done = unpack(source, out, floats=floats, dtype=of_floats, **more)
         return Conversion(modules=done.kept, scale_rounding=0.0, notes=done.notes)
     refuse_pickle(source)
     if tables is not None:
@@ -148,11 +150,11 @@ def _check_options(target: str, tables: str | Path | None, dtype: str | None) ->
 
 
 def _check_gguf(source: Path, target: str, tables: str | Path | None, dtype: str | None) -> None:
-    fits = target in ("compressed_tensors", "float") and tables is None and dtype is None
+    fits = target in ("compressed_tensors", "float") and tables is None
     if is_gguf(source) and not fits:
         raise CheckpointError(
-            f"{source}: a GGUF file is converted to compressed_tensors or float, without --tables "
-            f"and --dtype; found --to {target}. Convert it to compressed_tensors first, then that"
+            f"{source}: a GGUF file is converted to compressed_tensors or float, without "
+            f"--tables; found --to {target}. Convert it to compressed_tensors first, then that"
         )
 
 

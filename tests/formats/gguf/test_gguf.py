@@ -175,6 +175,13 @@ def test_mixed_types_run_on_what_holds_them(llama_file, tmp_path):
     assert (b.exp() * (b - a)).sum(-1).mean() < 1e-5
 
 
+def test_floats_of_a_file_have_the_type_that_is_asked_for(llama_file, tmp_path):
+    convert(llama_file, tmp_path / "m", "float", dtype="float32")
+    checkpoint = Checkpoint.open(tmp_path / "m")
+    assert checkpoint.config["dtype"] == "float32"
+    assert {checkpoint.dtype(name) for name in checkpoint.names()} == {torch.float32}
+
+
 def test_gemma_runs_in_bf16_whatever_its_floats_are(make_model, tmp_path):
     """Its hidden states leave the range of fp16, in which dequantized weights are stored."""
     convert(make_model("gemma2", **MODELS["gemma2"]), tmp_path / "m.gguf", "gguf")
