@@ -111,9 +111,7 @@ class Other:
     moved: float = field(default_factory=time.monotonic)  # when its number last grew
     late: float | None = None  # since when its number is smaller than another's
     heard: float | None = None  # when it last said anything
-    gap: float = (
-        0.0  # longest time in which its number did not grow while it was late, or of silence
-    )
+    gap: float = 0.0  # longest silence, or time in which its number did not grow while it was late
 
 
 class Ranks:
