@@ -279,8 +279,9 @@ class RanksLoop(DeviceLoop):
     def score(self, work: Work) -> Tensor:
         with self._ranks.together("scoring a text"):
             logits = super().score(work)
-            with self._group.progress.waiting():
-                torch.cuda.synchronize()
+            if logits.is_cuda:
+                with self._group.progress.waiting():
+                    torch.cuda.synchronize(logits.device)
             return logits
 
     @override
