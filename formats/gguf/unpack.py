@@ -126,13 +126,12 @@ def unpack(
     layers = _schemes(parts, family, tied=shared)
     if floats or set(layers) == {HEAD}:  # of which nothing else is quantized is a float model
         layers = {}
-    wide = dtype is None and find_architecture(file).wide
-    dtype = dtype or _float_type(file)
-    wide = wide and dtype == torch.float16
+    own = dtype or _float_type(file)
+    wide = dtype is None and own == torch.float16 and find_architecture(file).wide
     done, rows = Unpacked(), list[ScaleEntry]()
     with CheckpointWriter(
         out,
-        config=_config(values | token_ids(file), torch.bfloat16 if wide else dtype),
+        config=_config(values | token_ids(file), torch.bfloat16 if wide else own),
         scheme=_main(layers),
         layers=layers if HEAD in layers or len(set(layers.values())) > 1 else None,
         ignore=[p.module for p in parts if p.module not in layers and is_projection(p.module)],
@@ -148,7 +147,7 @@ def unpack(
                 rows.append(_row(module, weight, layers[module]))
                 done.kept += 1
             else:
-                writer.add(part.name, _float(part, family, dtype, done))
+                writer.add(part.name, _float(part, family, own, done))
         writer.finish(ScaleTable(entries=tuple(rows)), documents)
     return done
 

@@ -96,10 +96,11 @@ def read_logits(model: GpuDecoder, rows: Tensor, scales: Tensor | None) -> Tenso
 def run_blocks(
     model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch
 ) -> tuple[Tensor, Tensor | None]:
-    """The same without the head.
+    """Run the tokens of a step up to the head; their K and V go into the cache.
 
     Returns:
-        (the rows that it reads of the tokens whose logits are wanted, [R, H], their scales).
+        (the rows [R, H] of the tokens whose logits are wanted, as the head reads them, their
+        scales or None); `read_logits` makes logits of them.
     """
     c, total = model.config, model.embed(batch.ids)
     if c.embedding_scale != 1:
@@ -133,12 +134,12 @@ def run_blocks(
         batch.reads.keep(read, batch.slots)
     if batch.rows is not None and every:
         rows = rows[batch.rows]
-        scales = scales_of(scales, batch.rows)
+        scales = scales_of_rows(scales, batch.rows)
     return rows, scales
 
 
-def scales_of(scales: Tensor | None, rows: Tensor) -> Tensor | None:
-    """Those of some rows; what is of all of them stays."""
+def scales_of_rows(scales: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Scales of some rows; one scale of all rows, or None, as it is."""
     return scales if scales is None or scales.numel() == 1 else scales[rows]
 
 

@@ -75,8 +75,9 @@ class GpuLinear:
         order: int64 [K], the input that each column of the weight multiplies, of a stack [E, K];
             None where column k multiplies input k.
         outputs: How many there are, where the weight has rows of filling after them; else None.
-        missing: Columns of zeros that the weight has after its inputs; the zeros of rows are
-            stored by whoever quantizes them (`InputFormat.length`).
+        missing: Columns of zeros that the weight has after its inputs. Rows come without zeros for
+            them where the kernel takes short rows, else whoever quantizes them stores these
+            (`InputFormat.length`).
         invariant: Whether a row's result has the same bits whatever other rows there are.
     """
 
@@ -98,15 +99,16 @@ class GpuLinear:
         `dtype`."""
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        if self.missing and rows.shape[1] < self.weight.size[1] and not self._takes(rows):
+        if self.missing and not self._takes(rows.shape[1]):
             rows = _wider(rows, self.missing)
         run = self._run_alike if self.invariant and not self.weight.exact else self.weight.run
         y = run(rows, scales, workspace_on(rows.device), dtype)
         return y if self.outputs is None else y[:, : self.outputs].contiguous()
 
-    def _takes(self, rows: Tensor) -> bool:
-        """Whether the kernel reads these rows without what fills them up."""
-        return self.weight.takes_short_rows and fits_short(rows.shape[1], self.weight.size[1])
+    def _takes(self, inputs: int) -> bool:
+        """Whether the kernel reads rows of so many inputs as they are."""
+        long = self.weight.size[1]
+        return inputs == long or (self.weight.SHORT_ROWS and fits_short(inputs, long))
 
     def _run_alike(
         self, rows: Tensor, scales: Tensor | None, workspace: Workspace, dtype: torch.dtype
@@ -180,7 +182,7 @@ def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> GpuLinear:
     outputs = stored.weight.shape[-2]
     short = None if filled.weight.shape[-2] == outputs else outputs
     long = filled.weight.shape[-1]
-    short_rows = own.takes_short_rows and fits_short(long - missing, long)
+    short_rows = own.SHORT_ROWS and fits_short(long - missing, long)
     if missing and stored.order is None and not short_rows:
         inputs = replace(inputs, length=long)
     return GpuLinear(own, inputs, stored.order, short, missing)

@@ -29,7 +29,7 @@ from inference.gpu.decoder import (
     GpuDecoder,
     read_logits,
     run_blocks,
-    scales_of,
+    scales_of_rows,
 )
 from inference.gpu.edit_tables import EditTables
 from inference.gpu.feed_forward import as_one
@@ -426,7 +426,7 @@ class GpuRunner:
             return first, second
         assert first is not None
         rows = torch.cat([x["rows"], self._moved(plan.wanted)])
-        logits = read_logits(self._decoder, first[rows], scales_of(second, rows))
+        logits = read_logits(self._decoder, first[rows], scales_of_rows(second, rows))
         chosen, rest = logits.tensor_split([size.sequences])
         return rest, self._choose(chosen, x)
 

@@ -79,7 +79,7 @@ def convert(
     source, out = locate_source(source), Path(out)
     _check_paths(source, out)
     _check_options(target, tables, dtype)
-    _check_gguf(source, target, tables, dtype)
+    _check_gguf(source, target, tables)
     with target_locked(out):
         return _convert(source, out, target, tables, dtype, force, shard_bytes, progress)
 
@@ -96,9 +96,14 @@ def _convert(
 ) -> Conversion:
     """`convert` by what the source holds."""
     if is_gguf(source):
-        of_floats = None if dtype is None else FLOATS[dtype]
-        floats, more = target == "float", {"force": force, "progress": progress}
-        done = unpack(source, out, floats=floats, dtype=of_floats, **more)
+        done = unpack(
+            source,
+            out,
+            floats=target == "float",
+            dtype=None if dtype is None else FLOATS[dtype],
+            force=force,
+            progress=progress,
+        )
         return Conversion(modules=done.kept, scale_rounding=0.0, notes=done.notes)
     refuse_pickle(source)
     if tables is not None:
@@ -149,7 +154,7 @@ def _check_options(target: str, tables: str | Path | None, dtype: str | None) ->
             raise RequestError(f"--{option} goes with --to {of}, not with --to {target}")
 
 
-def _check_gguf(source: Path, target: str, tables: str | Path | None, dtype: str | None) -> None:
+def _check_gguf(source: Path, target: str, tables: str | Path | None) -> None:
     fits = target in ("compressed_tensors", "float") and tables is None
     if is_gguf(source) and not fits:
         raise CheckpointError(

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
 import torch
 import triton
@@ -128,6 +129,8 @@ class W8A8Weight(GpuWeight):
         bias: fp32 [N] or None.
     """
 
+    SHORT_ROWS: ClassVar[bool] = True
+
     packed: Tensor
     scale: Tensor
     bias: Tensor | None
@@ -147,11 +150,6 @@ class W8A8Weight(GpuWeight):
     def tallest_tile(self) -> int:
         """The most rows of a tile of sorted rows whose sums its kernel holds in registers."""
         return 128 if self.packed.dtype == torch.int8 else 64
-
-    @property
-    def takes_short_rows(self) -> bool:
-        """Whether its kernels take rows without the zeros that fill the last run of 128 inputs."""
-        return True
 
     @property
     def gathers(self) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,7 +57,13 @@ class GpuWeight(ABC):
 
     Several of one shape may lie one after the other in memory: the first then stands for all, and
     sorted rows say which rows are whose.
+
+    Attributes:
+        SHORT_ROWS: Whether its kernels take rows without the zeros that fill the last run of 128
+            inputs (`fits_short`).
     """
+
+    SHORT_ROWS: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -90,11 +96,6 @@ class GpuWeight(ABC):
         return 64
 
     @property
-    def takes_short_rows(self) -> bool:
-        """Whether its kernels take rows without the zeros that fill the last run of 128 inputs."""
-        return False
-
-    @property
     def gathers(self) -> bool:
         """Whether `rows` gives rows of it."""
         return False
@@ -116,7 +117,7 @@ class GpuWeight(ABC):
 
         Args:
             x: [M, K], contiguous, as the layer's `InputFormat` says; rows may be short
-                (`fits_short`) where the weight takes such.
+                (`fits_short`) where the weight has SHORT_ROWS.
             x_scale: fp32, one element, [M, 1] or [M, K / group]; None for float rows.
             workspace: Of the stream that this runs in.
             dtype: Of the result; int32 for an `exact` weight's sums as they are, without scales and

@@ -209,6 +209,7 @@ class FloatInputWeight(GroupedWeight):
     """
 
     BITS: ClassVar[int]
+    SHORT_ROWS: ClassVar[bool] = True
 
     @property
     def family(self) -> str:
@@ -227,11 +228,6 @@ class FloatInputWeight(GroupedWeight):
             ZERO=self.zero_points, enable_fp_fusion=True,
         )  # fmt: skip
         return out
-
-    @property
-    def takes_short_rows(self) -> bool:
-        """Whether its kernels take rows without the zeros that fill the last run of 128 inputs."""
-        return True
 
     @property
     def gathers(self) -> bool:

@@ -55,7 +55,7 @@ def packs(size: str):
         weight, rows, long = layer.weight, layer.rows, -(-inputs // 128) * 128
         assert (type(weight).__name__, weight.family) == wanted, (size, preset, group)
         assert weight.size[1] == long
-        short = weight.takes_short_rows and inputs % 16 == 0
+        short = weight.SHORT_ROWS and inputs % 16 == 0
         assert rows.length == (long if long > inputs and not short else None)
         assert layer.outputs == (None if weight.size[0] == outputs else outputs)
 
