@@ -152,6 +152,8 @@ def _check_options(target: str, tables: str | Path | None, dtype: str | None) ->
     for option, given, of in (("tables", tables, "compressed_tensors"), ("dtype", dtype, "float")):
         if given is not None and target != of:
             raise RequestError(f"--{option} goes with --to {of}, not with --to {target}")
+    if dtype is not None and dtype not in FLOATS:
+        raise RequestError(f"dtype: found {dtype!r}; allowed: {', '.join(FLOATS)}", "dtype")
 
 
 def _check_gguf(source: Path, target: str, tables: str | Path | None) -> None:

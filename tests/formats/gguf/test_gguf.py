@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError, PTQError
+from formats.errors import CheckpointError, PTQError, RequestError
 from formats.gguf.file import GgufFile
 from formats.gguf.locate import locate_model
 from formats.gguf.tokenizer import RULES, cuts_by
@@ -180,6 +180,8 @@ def test_floats_of_a_file_have_the_type_that_is_asked_for(llama_file, tmp_path):
     checkpoint = Checkpoint.open(tmp_path / "m")
     assert checkpoint.config["dtype"] == "float32"
     assert {checkpoint.dtype(name) for name in checkpoint.names()} == {torch.float32}
+    with pytest.raises(RequestError, match="dtype: found 'int8'; allowed: bfloat16"):
+        convert(llama_file, tmp_path / "n", "float", dtype="int8")
 
 
 def test_gemma_runs_in_bf16_whatever_its_floats_are(make_model, tmp_path):
