@@ -135,7 +135,8 @@ def _is_whole(folder: Path) -> bool:
         index = json.loads((folder / "model.safetensors.index.json").read_bytes())
         return weights >= set(index["weight_map"].values())
     except FileNotFoundError:
-        return bool(weights) and (folder / "config.json").is_file()
+        configs = ("config.json", "adapter_config.json")
+        return bool(weights) and any((folder / name).is_file() for name in configs)
     except (ValueError, KeyError, TypeError, AttributeError):
         return True  # damaged, which its reader tells
 

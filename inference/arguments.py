@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from formats.command import count, device
 from formats.errors import RequestError, suggestion
@@ -15,9 +16,11 @@ from inference.proposers import draft_methods
 from inference.requests.request import SamplingParams
 
 if TYPE_CHECKING:
+    from formats.adapters import settings as adapter_settings
     from inference import engine as engines
     from inference.engine import Engine
 else:
+    adapter_settings = later("formats.adapters.settings")
     engines = later("inference.engine")
 
 
@@ -57,6 +60,68 @@ def add_content_argument(parser: argparse.ArgumentParser | argparse._ArgumentGro
         help="make control tokens of those that messages spell, such as <|im_end|>; without it "
         "what is said remains text",
     )
+
+
+class _ByName(argparse.Action):
+    """Gathers NAME=FOLDER in a mapping, which has each name once."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        (name, folder), known = values, getattr(namespace, self.dest)
+        if name in known:
+            reason = f"{name} is the name of {known[name]} already; give each adapter its own"
+            raise argparse.ArgumentError(self, reason)
+        setattr(namespace, self.dest, {**known, name: folder})
+
+
+def add_adapter_argument(parser: argparse.ArgumentParser, use: str) -> None:
+    """Which LoRA adapters are loaded; `read_adapters` reads them.
+
+    Args:
+        parser: Of the command.
+        use: When the command runs with which of them.
+    """
+    parser.add_argument(
+        "--adapter",
+        type=_adapter,
+        action=_ByName,
+        default={},
+        metavar="NAME=FOLDER",
+        help=f"load a LoRA adapter that PEFT saved, under a name; repeatable. {use}",
+    )
+
+
+def _adapter(text: str) -> tuple[str, Path]:
+    """The name, and the folder."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; NAME=FOLDER is needed, such as sql=adapters/sql"
+        )
+    return name, Path(folder)
+
+
+def read_adapters(arguments: argparse.Namespace) -> dict[str, Path]:
+    """The folders of the adapters that the arguments ask for, looked at before a model is loaded.
+
+    Raises:
+        CheckpointError: there is no adapter in one.
+    """
+    folders: dict[str, Path] = {}
+    for name, path in arguments.adapter.items():
+        folders[name] = adapter_settings.adapter_folder(path)
+        adapter_settings.read_settings(folders[name])
+    return folders
+
+
+def _only_adapter(arguments: argparse.Namespace) -> str | None:
+    """The adapter that all requests run with which name none: the one that there is."""
+    return next(iter(arguments.adapter)) if len(arguments.adapter) == 1 else None
 
 
 def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
@@ -150,12 +215,18 @@ def _length(text: str) -> int:
     return int(text)
 
 
-def open_engine(folder: Path, arguments: argparse.Namespace, batch_size: int) -> Engine:
-    """The engine that the arguments ask for, of the model in a folder.
+def open_engine(
+    folder: Path,
+    arguments: argparse.Namespace,
+    batch_size: int,
+    adapters: Mapping[str, Path] | None = None,
+) -> Engine:
+    """The engine that the arguments ask for, of the model in a folder, with adapters by name.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of a kind that is not run here.
+        CheckpointError: the checkpoint or an adapter is damaged, or of a kind that is not run here.
         EngineError: the device is not one that is run on, or its memory is too small.
+        RequestError: an adapter's name is not allowed.
     """
     config = EngineConfig(
         max_batch_size=batch_size,
@@ -165,7 +236,9 @@ def open_engine(folder: Path, arguments: argparse.Namespace, batch_size: int) ->
         speculate=speculate_config(arguments),
         tensor_parallel=arguments.tensor_parallel,
     )
-    return engines.Engine.from_pretrained(folder, config=config, device=arguments.device)
+    return engines.Engine.from_pretrained(
+        folder, config=config, device=arguments.device, adapters=adapters
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -223,6 +296,7 @@ def beam_params(arguments: argparse.Namespace) -> BeamParams | None:
         max_tokens=arguments.max_tokens,
         length_penalty=arguments.length_penalty,
         early_stopping="never" if early == "never" else early == "true",
+        adapter=_only_adapter(arguments),
     )
 
 
@@ -240,4 +314,5 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
         repetition_penalty=arguments.repetition_penalty,
         seed=arguments.seed,
         stop=tuple(arguments.stop),
+        adapter=_only_adapter(arguments),
     )

@@ -24,6 +24,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
+from inference.models.adapters import AdapterStore
 from inference.models.kv_cache import CacheShape
 from inference.models.layers import L_co, LayerFactory, X_co
 from inference.models.model import Model
@@ -63,6 +64,14 @@ class Loop(Protocol):
 
     def drop(self) -> None:
         """Forget a step on its way."""
+        ...
+
+    def adapters(self) -> AdapterStore:
+        """What holds the adapters that requests run with; always the same.
+
+        Raises:
+            EngineError: none are run with this model, or by several ranks.
+        """
         ...
 
 

@@ -53,6 +53,7 @@ class BeamParams(RequestParams):
         ignore_eos: Go on after the model's end tokens.
         logprobs: Give the log probabilities of the so many most likely tokens, and of the chosen
             one, at each place of a hypothesis.
+        adapter: Name of the adapter that they run with (`Engine.load_adapter`); None for none.
 
     Raises:
         RequestError: a value is not allowed; `param` names it.
@@ -66,6 +67,7 @@ class BeamParams(RequestParams):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=100)
+    adapter: str | None = None
 
     def model_post_init(self, context: object, /) -> None:
         """Check what depends on two values."""
@@ -169,6 +171,7 @@ class BeamSearch:
             max_tokens=params.max_tokens,
             stop_token_ids=params.stop_token_ids,
             request_id=name,
+            adapter=params.adapter,
         )
         self.name, self._most = held.name, held.max_tokens
         self._running = {self.name: _Beam()}

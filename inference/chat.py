@@ -25,10 +25,12 @@ from formats.errors import RequestError
 from formats.gguf.locate import locate_model
 from formats.namespace import later
 from inference.arguments import (
+    add_adapter_argument,
     add_content_argument,
     add_engine_arguments,
     add_sampling_arguments,
     open_engine,
+    read_adapters,
     sampling_params,
 )
 from inference.prompts import PromptFormat
@@ -51,11 +53,13 @@ COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)  # paths such as /etc/
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Talk until the input ends; 0, or 1 where a message out of a pipe got no answer."""
-    arguments = parser().parse_args(argv)
+    arguments = (own := parser()).parse_args(argv)
+    if len(arguments.adapter) > 1:
+        own.error("a chat runs with one --adapter; give one")
     params = sampling_params(arguments)
     folder = locate_model(arguments.checkpoint, arguments.revision)
     prompts = _prompts(folder, arguments)
-    engine = open_engine(folder, arguments, batch_size=1)
+    engine = open_engine(folder, arguments, 1, read_adapters(arguments))
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     conversation = Conversation(engine, prompts, params, interactive=interactive)
     if interactive:
@@ -235,6 +239,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"In a conversation:\n{HELP}",
     )
     add_engine_arguments(made)
+    add_adapter_argument(made, "The chat runs with it, so that there is one at most")
     made.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     add_content_argument(made)
     add_sampling_arguments(made, max_tokens=1024)

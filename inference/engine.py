@@ -11,7 +11,7 @@ number of rows, so that there a row may differ in its last bits from one size of
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -27,6 +27,7 @@ from formats.errors import EngineError, PTQError, RequestError
 from formats.gguf.locate import locate_model
 from formats.text_tokens import text_tokens
 from formats.tokenizer import end_tokens, load_tokenizer
+from inference.adapters import Adapters, unknown
 from inference.backend import Backend, choose_backend, require_device
 from inference.config import EngineConfig
 from inference.models.kv_cache import CacheShape
@@ -44,7 +45,7 @@ from inference.scheduling.active import ActiveRequests
 from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockChanges, BlockManager, KVStats
 from inference.scheduling.scheduler import Scheduler
-from inference.scheduling.sequence import Held, check_beams
+from inference.scheduling.sequence import Held, Terms, check_beams
 from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.work import Work
 from inference.speculate.chain import Target
@@ -110,6 +111,7 @@ class Engine:
         self._grammars = GrammarCompiler(tokenizer, shape.vocab_size, self._ends)
         self._blocks = BlockManager(blocks, prefix_cache=config.prefix_cache)
         self.speculation: SpeculativeDecoder | None = None
+        self._adapters: Adapters | None = None
         self._start()
         if config.speculate is not None:
             target = Target(
@@ -149,7 +151,7 @@ class Engine:
         """
         twin = copy.copy(self)
         twin.model, twin.pools = self.model.with_layers(layers), list(pools)
-        twin.speculation = None
+        twin.speculation = twin._adapters = None
         twin._start()
         return twin
 
@@ -163,6 +165,7 @@ class Engine:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         quantized_kv: bool = True,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> Engine:
         """Load a checkpoint, float or quantized.
 
@@ -173,10 +176,13 @@ class Engine:
             device: Where it runs: cpu, cuda or cuda:N.
             dtype: Of activations and of float weights; see `inference.backend.choose_backend`.
             quantized_kv: Quantize K and V in the cache as the checkpoint says.
+            adapters: Folders of adapters to load, by the names that requests give; see
+                `load_adapter`.
 
         Raises:
             CheckpointError: it is damaged, or of a kind that is not run here.
             EngineError: the device is not one that is run on, or its memory is too small.
+            RequestError: an adapter's name is not allowed.
         """
         require_device(device)  # first: the rest takes its time
         folder = locate_model(path, revision)
@@ -189,7 +195,57 @@ class Engine:
             partial(Checkpoint.open, checkpoint.path, quantized_kv=quantized_kv),
             sizes,
         )
-        return cls(checkpoint, tokenizer, sizes, backend, quantized_kv=quantized_kv)
+        engine = cls(checkpoint, tokenizer, sizes, backend, quantized_kv=quantized_kv)
+        for name, folder in (adapters or {}).items():
+            engine.load_adapter(name, folder)
+        return engine
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The folders of the adapters that are loaded, by name."""
+        return {} if self._adapters is None else self._adapters.paths
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter, which requests name from now on (`SamplingParams.adapter`).
+
+        Args:
+            name: Its name.
+            path: The folder that PEFT wrote, or `organization/model` on the Hugging Face hub.
+
+        Raises:
+            RequestError: the name is used, or is none.
+            CheckpointError: it is damaged, of another base, or of a kind that is not run.
+            EngineError: adapters are not run with this model, or memory is too small.
+        """
+        if self._adapters is None:
+            self._adapters = Adapters(self.checkpoint, self.model, self.loop.adapters())
+        slot = self._adapters.load(name, path)
+        self._scheduler.roots[slot] = self._blocks.new_root()
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter.
+
+        Raises:
+            RequestError: there is none of that name, or requests with it wait or run.
+        """
+        if self._adapters is None:
+            raise unknown(name, {})
+        using = sum(request.params.adapter == name for request in self._requests.values())
+        if using:
+            raise RequestError(
+                f"adapter: {using} requests with {name!r} wait or run; unload it when they have "
+                "ended, or abort them",
+                "adapter",
+            )
+        self._adapters.unload(name)
+
+    def _slot_of(self, adapter: str | None) -> int:
+        """The slot of a request's adapter; -1 for none."""
+        if adapter is None:
+            return -1
+        if self._adapters is None:
+            raise unknown(adapter, {})
+        return self._adapters.slot_of(adapter)
 
     def check_alive(self) -> None:
         """Raise EngineEndedError where a process that the engine needs is gone."""
@@ -269,9 +325,9 @@ class Engine:
 
         Raises:
             RequestError: the prompt is empty or too long, the model does not know a token of it, of
-                `stop_token_ids` or of `logit_bias`, the name is used, or the package that
-                constraints need is missing. A constraint that cannot be compiled ends the request
-                later, with an error whose `param` is "constraint".
+                `stop_token_ids` or of `logit_bias`, the name is used, the adapter is not loaded,
+                or the package that constraints need is missing. A constraint that cannot be
+                compiled ends the request later, with an error whose `param` is "constraint".
         """
         params = params or SamplingParams()
         name, tokens = self._new_name(request_id), self._tokens(prompt)
@@ -279,7 +335,10 @@ class Engine:
         biased = [token for token, _ in params.logit_bias]
         check_tokens(biased, self.model.config.vocab_size, "logit_bias")
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
-        request = ActiveRequest(name, tokens, params, self.tokenizer, ends, self._length)
+        slot = self._slot_of(params.adapter)
+        request = ActiveRequest(
+            name, tokens, params, self.tokenizer, ends, self._length, adapter=slot
+        )
         request.sequence.reference = self._reference(params)
         constraint = params.constraint
         self._requests.add(request, constraint and self._grammars.compile(constraint))
@@ -294,6 +353,7 @@ class Engine:
         max_tokens: int = 128,
         stop_token_ids: Sequence[int] = (),
         request_id: str | None = None,
+        adapter: str | None = None,
     ) -> Held:
         """Queue a request that waits after its prompt, and after each token, for the next.
 
@@ -307,6 +367,7 @@ class Engine:
             max_tokens: Most tokens that any of them will have after the prompt.
             stop_token_ids: Tokens that the client looks out for; only checked.
             request_id: Its name; default a new one.
+            adapter: Name of the adapter that it runs with.
 
         Raises:
             RequestError: as in `add_request`, or places or blocks would never suffice.
@@ -315,10 +376,11 @@ class Engine:
         check_tokens(stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
         room = min(max_tokens, self._length - len(tokens))
         check_beams(beams, len(tokens), room, self._scheduler.max_batch_size, self._blocks.total)
-        params = SamplingParams(max_tokens=room)
+        params = SamplingParams(max_tokens=room, adapter=adapter)
         request = ActiveRequest(
-            name, tokens, params, self.tokenizer, frozenset(), self._length, candidates=top
-        )
+            name, tokens, params, self.tokenizer, frozenset(), self._length, candidates=top,
+            adapter=self._slot_of(adapter),
+        )  # fmt: skip
         request.sequence.places = beams
         self._requests.add(request)
         return Held(name, room)
@@ -463,11 +525,12 @@ class Engine:
         finally:
             self.abort(name)
 
-    def score(self, ids: Tensor | Sequence[int]) -> Tensor:
+    def score(self, ids: Tensor | Sequence[int], adapter: str | None = None) -> Tensor:
         """Logits of a given text, computed on the real kernels, the quantized cache included.
 
         Args:
             ids: Token ids [T].
+            adapter: Name of the adapter that the model runs with.
 
         Returns:
             fp32 [T, vocabulary], where the model runs; row i predicts token i + 1.
@@ -478,7 +541,8 @@ class Engine:
         """
         tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         self._check_prompt(tokens, room=0)
-        sequence = TokenSequence(" score", tokens, whole=True)  # no request has this name
+        terms = Terms(adapter=self._slot_of(adapter))
+        sequence = TokenSequence(" score", tokens, terms, whole=True)  # no request has this name
         if not self._scheduler.enter_apart(sequence):
             raise EngineError("running requests hold the cache; finish them before scoring")
         finite = False

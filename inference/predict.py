@@ -14,7 +14,8 @@ Rows are objects with a text `src` or a chat `messages` and, if there is one, a 
     {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "tgt": "4"}
 
 and, if there is one, a text `reference` that the output is expected to repeat in parts:
-`--speculate ngram` drafts from it.
+`--speculate ngram` drafts from it. A row's `"adapter"` is a name of those of
+`--adapter NAME=FOLDER`, or null for none; missing, it is the only one, or none of several.
 
 Each comes back in its place with its `output`, and with a target
 
@@ -40,12 +41,14 @@ from formats.errors import EngineError, RequestError
 from formats.gguf.locate import locate_model
 from formats.namespace import later
 from inference.arguments import (
+    add_adapter_argument,
     add_beam_arguments,
     add_content_argument,
     add_engine_arguments,
     add_sampling_arguments,
     beam_params,
     open_engine,
+    read_adapters,
     sampling_params,
 )
 from inference.beam_search import BeamParams, beam_search
@@ -81,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_writable(arguments.output)
     folder = locate_model(arguments.checkpoint, arguments.revision)
     places = max(arguments.batch_size, arguments.beam_width or 1)
-    engine = open_engine(folder, arguments, places)
+    engine = open_engine(folder, arguments, places, read_adapters(arguments))
     prompts = PromptFormat.of(
         engine.tokenizer,
         raw=arguments.raw,
@@ -164,6 +167,11 @@ def parser() -> argparse.ArgumentParser:
         "written.",
     )
     add_engine_arguments(made)
+    add_adapter_argument(
+        made,
+        'Prompts run with the only one; a row of --input may name another by its key "adapter", or '
+        "none by null",
+    )
     source = made.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="what to complete; - reads it from stdin")
     source.add_argument("--input", type=Path, metavar="ROWS.jsonl", help="rows to complete")
@@ -185,6 +193,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own.error("--input and --output belong together")
     if arguments.input is not None and arguments.stream:
         own.error("--stream goes with --prompt; the rows of --input are written at the end")
+    if arguments.prompt is not None and len(arguments.adapter) > 1:
+        own.error("--prompt runs with one --adapter; give one, or rows that name them")
     others, told = OF_BEAMS, "needs --beam-width"
     if arguments.beam_width is not None:
         others, told = OF_SAMPLING, "has no place in a beam search"

@@ -116,8 +116,9 @@ def _fault(values: dict[str, Any]) -> str | None:
         return f"a row has one of the keys 'src' and 'messages'; found {found}"
     if not isinstance(values.get("tgt"), str | None):
         return f"'tgt' is {json.dumps(values['tgt'])[:40]}; needed is a text or null"
-    if not isinstance(values.get("reference"), str | None):
-        return f"'reference' is {json.dumps(values['reference'])[:40]}; needed is a text or null"
+    for key in ("reference", "adapter"):
+        if not isinstance(values.get(key), str | None):
+            return f"{key!r} is {json.dumps(values[key])[:40]}; needed is a text or null"
     for key in ("src", "tgt", "reference"):
         if any("\ud800" <= char <= "\udfff" for char in str(values.get(key))):
             return f"{key!r} holds half a surrogate pair, which is no text"
@@ -164,19 +165,22 @@ class _Batch:
             return answer
         try:
             prompt = self._tokens_of(row)
-            self._add_completion(prompt, answer, row.values.get("reference") or "")
+            adapter = row.values.get("adapter", self._params.adapter)
+            self._add_completion(prompt, answer, row.values.get("reference") or "", adapter)
             if row.target is not None:
-                self._add_target(answer, prompt, row.target)
+                self._add_target(answer, prompt, row.target, adapter)
         except RequestError as error:
             answer.error = str(error)
         return answer
 
-    def _add_completion(self, prompt: list[int], answer: Answer, reference: str) -> None:
-        if isinstance(self._params, BeamParams):
-            search = BeamSearch(self._engine, prompt, self._params)
+    def _add_completion(
+        self, prompt: list[int], answer: Answer, reference: str, adapter: str | None
+    ) -> None:
+        params = self._params.model_copy(update={"adapter": adapter})
+        if isinstance(params, BeamParams):
+            search = BeamSearch(self._engine, prompt, params)
             self._searches.append((search, answer))
         else:
-            params = self._params
             if reference:
                 params = params.model_copy(update={"reference": reference})
             self._completions[self._engine.add_request(prompt, params)] = answer
@@ -186,14 +190,18 @@ class _Batch:
             return self._prompts.tokens(row.values["src"])
         return self._prompts.tokens(read_messages(row.values["messages"]))
 
-    def _add_target(self, answer: Answer, prompt: list[int], text: str) -> None:
+    def _add_target(
+        self, answer: Answer, prompt: list[int], text: str, adapter: str | None
+    ) -> None:
         target = self._prompts.continuation_tokens(text)
         answer.tgt_tokens = len(target)
         if not target:
             answer.logprob = 0.0
             return
         start = len(prompt)  # the one token is not looked at
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start)
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start, adapter=adapter
+        )
         try:
             name = self._engine.add_request(prompt + target, params)
         except RequestError as error:

@@ -27,6 +27,7 @@ import kernels.reference_attention as reference_latent
 from kernels.activations import Activation, Clamped
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu import native, native_attention, native_ops
+from kernels.cpu.lora import LoraTable
 from kernels.cpu.weights import Int8Weight, NativeWeight, Weight
 from kernels.numerics import dequantize
 
@@ -149,6 +150,26 @@ def gated_product(gate: Tensor, up: Tensor, activation: Activation = "silu") -> 
     if isinstance(activation, Clamped):
         return reference.gated_product(gate, up, activation)
     return _rows().gated_product(gate, up, activation)
+
+
+def add_lora(x: Tensor, y: Tensor, slots: Tensor, adapters: LoraTable, linear: int) -> Tensor:
+    """What low-rank adapters add to a linear layer (Hu et al. 2021, arXiv 2106.09685, Eq. 3).
+
+    Args:
+        x: Float [T, K], what the layer reads.
+        y: Float [T, N], what it gives.
+        slots: int64 [T], the slot of each row's adapter; negative for none.
+        adapters: Holds them.
+        linear: The layer's number there.
+
+    Returns:
+        y + B (A x) of each row's adapter, [T, N] in the type of `y`; sums are fp32.
+    """
+    if native.library() is None:
+        return reference.add_lora(x, y, slots, lambda slot: adapters.of(slot, linear))
+    sums = y.to(torch.float32, copy=True).contiguous()
+    adapters.add(x.float().contiguous(), sums, slots.contiguous(), linear)
+    return sums.to(y.dtype)
 
 
 def softcapped(x: Tensor, bound: float) -> Tensor:

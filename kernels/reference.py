@@ -21,7 +21,7 @@ products of 16 at a time, the last of them padded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kernels.activations import Activation, Clamped
 from kernels.attention_inputs import KV_BLOCK, KVPool
+from kernels.low_rank import LowRank
 from kernels.numerics import (
     FP8,
     INT4,
@@ -145,6 +146,16 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "gelu": _gelu,
 }
+
+
+def add_lora(x: Tensor, y: Tensor, slots: Tensor, of: Callable[[int], Iterable[LowRank]]) -> Tensor:
+    """See `kernels.ops.add_lora`; row by row, so that none depends on another. `of` gives the parts
+    of a slot."""
+    sums = y.to(torch.float32, copy=True)
+    for i, slot in enumerate(slots.tolist()):
+        for part in of(slot) if slot >= 0 else ():
+            sums[i, part.first : part.first + part.outputs] += part.of_row(x[i].float())
+    return sums.to(y.dtype)
 
 
 def softcapped(x: Tensor, bound: float) -> Tensor:

@@ -26,6 +26,7 @@ def quantize(
     scheme: str | None = None,
     data: str | Path | None = None,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
     force: bool = False,
@@ -52,6 +53,8 @@ def quantize(
         data: File, folder or `datasets` name to calibrate on, instead of the recipe's; half of its
             documents are kept for the evaluation.
         revision: Branch, tag or commit of a model on the hub.
+        adapter: Folder of a LoRA adapter of the model as PEFT saves it, or its name on the hub; it
+            is merged into the weights first.
         overrides: `key.key=value` each, as `--set` takes them.
         output: Folder to write `checkpoint/` and the run's record to, instead of the recipe's; for
             a model that is given, default `output/MODEL-SCHEME`.
@@ -71,10 +74,12 @@ def quantize(
     else:
         label = str(recipe)
     if isinstance(recipe, Recipe):
-        given = [x for x in (model, data, revision, *overrides) if x is not None]
+        given = [x for x in (model, data, revision, adapter, *overrides) if x is not None]
         loaded = _of_python(recipe, given, output)
     else:
-        settings = settings_for(model, data=data, revision=revision, given=overrides)
+        settings = settings_for(
+            model, data=data, revision=revision, adapter=adapter, given=overrides
+        )
         if model is not None and output is None:
             output = default_output(model, label)
         loaded = read_recipe(recipe, [*settings, *output_override(output)])

@@ -5,7 +5,8 @@
     inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
                  < parallel, speculate < engine < bench, server
     calibrate    from a model and text to statistics
-    formats      scheme < families < published < modeling < stored < foreign < checkpoint < gguf
+    formats      scheme < families < published < modeling < stored < foreign < checkpoint
+                 < gguf, adapters
     kernels      numerics, packed_cache < reference < cpu < ops < triton < bench
 
 Each of the five packages imports those below it: `inference` stands beside `calibrate`, and only
@@ -32,7 +33,7 @@ ALLOWED = {
 }
 FLOORS = {
     "kernels": """
-        numerics packed_cache attention_inputs activations devices gumbel_noise
+        numerics packed_cache attention_inputs activations devices gumbel_noise low_rank
         two_level reference
         reference_attention
         cpu
@@ -56,7 +57,7 @@ FLOORS = {
         stored
         foreign
         checkpoint
-        tokenizer gguf""",
+        tokenizer gguf adapters""",
     "inference": """
         requests
         scheduling
@@ -66,7 +67,7 @@ FLOORS = {
         transformers_code
         cpu gpu
         backend
-        parallel speculate
+        parallel speculate adapters
         accuracy engine prompts
         beam_search
         arguments rows

@@ -108,6 +108,11 @@ class MergedLayers:
         parent, _, leaf = module.rpartition(".")
         return f"{parent}.{self._whole[leaf]}" if leaf in self._whole else module
 
+    def parts_of(self, stored: str) -> tuple[str, ...]:
+        """Full names of the layers that one on disk holds, in their order; of others its own."""
+        parent, _, leaf = stored.rpartition(".")
+        return tuple(f"{parent}.{part}" for part in self._parts.get(leaf, (leaf,)))
+
     def stored_names(self, modules: Iterable[str]) -> tuple[str, ...]:
         """`stored_name` of several, each once; patterns stay as they are."""
         return tuple(dict.fromkeys(map(self.stored_name, modules)))

@@ -7,6 +7,7 @@
     tokenizer and generation files
     quant/kv_scales.safetensors    A.k_scale and A.v_scale of each attention module A, fp32
     quant/sink_scales.safetensors  X.input_sink_scale [1] (`formats.checkpoint.kv_scales`)
+    quant/adapter_factors.safetensors  what smoothing divided by (`formats.adapters.factors`)
     quant/scale_table.json         every scale and its origin
     quant/manifest.json            size and SHA-256 of every other file
 

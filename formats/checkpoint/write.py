@@ -28,11 +28,26 @@ from formats.files import building_directory, fsync_path, sha256_file, write_byt
 from formats.published.tokenizers import SETTINGS, native_settings, needs_code
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
-from formats.stored.folder import KV_SCALES, MANIFEST, OWN_KEY, SINK_SCALES, OwnPart
+from formats.stored.folder import (
+    ADAPTER_FACTORS,
+    INPUT_DIVISOR,
+    KV_SCALES,
+    MANIFEST,
+    OUTPUT_DIVISOR,
+    OWN_KEY,
+    SINK_SCALES,
+    UNMOVABLE,
+    OwnPart,
+)
 from formats.stored.safetensors_files import write_tensors
 from formats.stored.shards import ShardWriter
 from formats.stored.weights import StoredWeight, weight_tensors
 
+FILES = {  # of tensors in `quant/` that are not of the cache, by the last part of their names
+    LEAF: SINK_SCALES,
+    INPUT_DIVISOR: ADAPTER_FACTORS,
+    OUTPUT_DIVISOR: ADAPTER_FACTORS,
+}
 HASHING_THREADS = max(4, os.cpu_count() or 1)  # SHA-256 of large buffers runs beside other threads
 
 
@@ -43,8 +58,7 @@ class _Beside:
     Arguments are those of `CheckpointWriter`, and what is set while layers are added:
 
     Attributes:
-        kv_scales: Tensors of the cache, fp32, by full name.
-        sink_scales: Of layers with static inputs, `X.input_sink_scale` [1], likewise.
+        tensors: Those of `quant/`, fp32, by full name, for each file.
     """
 
     config: dict[str, Any]
@@ -55,8 +69,8 @@ class _Beside:
     shared_head: str | None
     sink_tokens: int
     aux_files: Sequence[Path]
-    kv_scales: dict[str, Tensor] = field(default_factory=dict)
-    sink_scales: dict[str, Tensor] = field(default_factory=dict)
+    unmovable: str | None
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def write(self, folder: Path, table: ScaleTable, documents: Mapping[str, bytes]) -> None:
         """Write all of it into the checkpoint's folder, and other documents by their path there."""
@@ -85,9 +99,13 @@ class _Beside:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path, data)
         if own.any:
-            write_tensors(folder / KV_SCALES, self.kv_scales, cache_metadata(own))
+            write_tensors(folder / KV_SCALES, self.tensors.get(KV_SCALES, {}), cache_metadata(own))
         if self.sink_tokens:
-            write_tensors(folder / SINK_SCALES, self.sink_scales)
+            write_tensors(folder / SINK_SCALES, self.tensors.get(SINK_SCALES, {}))
+        factors = self.tensors.get(ADAPTER_FACTORS, {})
+        if factors or self.unmovable is not None:
+            reason = None if self.unmovable is None else {UNMOVABLE: self.unmovable}
+            write_tensors(folder / ADAPTER_FACTORS, factors, reason)
 
 
 class CheckpointWriter:
@@ -107,6 +125,8 @@ class CheckpointWriter:
         shared_head: Full name of the quantized head, where it is to be the embedding, too.
         sink_tokens: Tokens at the beginning of a sequence that are quantized apart.
         aux_files: Tokenizer and other files to copy.
+        unmovable: Why adapters of the original model cannot follow what was done to it; None where
+            factors tell.
         force: Whether an existing `out` may be replaced; it stays until the new one is complete.
         shard_bytes: Most bytes of one weight file.
 
@@ -126,6 +146,7 @@ class CheckpointWriter:
         shared_head: str | None = None,
         sink_tokens: int = 0,
         aux_files: Sequence[Path] = (),
+        unmovable: str | None = None,
         force: bool = False,
         shard_bytes: int = 2 << 30,
     ) -> None:
@@ -141,6 +162,7 @@ class CheckpointWriter:
             shared_head=shared_head,
             sink_tokens=sink_tokens,
             aux_files=aux_files,
+            unmovable=unmovable,
         )
         self._force = force
         self._shard_bytes = shard_bytes
@@ -229,12 +251,12 @@ class CheckpointWriter:
 
     def set_beside(self, tensors: Mapping[str, Tensor]) -> None:
         """Set tensors of `quant/` by full name: of the cache, such as `A.k_offset`, as the scheme
-        says, and `X.input_sink_scale` [1] of layers with static inputs where there are sink tokens.
+        says, `X.input_sink_scale` [1] of layers with static inputs where there are sink tokens, and
+        `X.input_divisor` [K] and `X.output_divisor` [N] for adapters (`formats.adapters.factors`).
         """
         for name, tensor in tensors.items():
-            sink = name.endswith(f".{LEAF}")
-            held = self._beside.sink_scales if sink else self._beside.kv_scales
-            held[name] = tensor.float().contiguous()
+            file = FILES.get(name.rpartition(".")[2], KV_SCALES)
+            self._beside.tensors.setdefault(file, {})[name] = tensor.float().contiguous()
 
     def finish(self, scale_table: ScaleTable, documents: Mapping[str, bytes] | None = None) -> Path:
         """Write what is left, read everything back, and put the folder in its place.

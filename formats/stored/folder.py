@@ -26,6 +26,8 @@ else:
 CONFIG = "config.json"
 KV_SCALES = "quant/kv_scales.safetensors"
 SINK_SCALES = "quant/sink_scales.safetensors"
+ADAPTER_FACTORS = "quant/adapter_factors.safetensors"  # as `formats.adapters.factors` says
+INPUT_DIVISOR, OUTPUT_DIVISOR, UNMOVABLE = "input_divisor", "output_divisor", "unmovable"
 MOST_SINKS = 16  # tokens at the beginning of a sequence
 MANIFEST = "quant/manifest.json"
 SETTINGS = f"{CONFIG}: quantization_config"

@@ -20,6 +20,7 @@ from pathlib import Path
 from formats.command import CommandParser, count, device
 from formats.gguf.locate import locate_model
 from inference.arguments import (
+    add_adapter_argument,
     add_invariant_argument,
     add_parallel_argument,
     add_speculate_arguments,
@@ -105,6 +106,7 @@ def parser() -> argparse.ArgumentParser:
     add_invariant_argument(made)
     add_parallel_argument(made)
     add_speculate_arguments(made)
+    add_adapter_argument(made, "Requests take turns with them, beside the same without any")
     made.add_argument(
         "--acceptance",
         type=float,
@@ -144,6 +146,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         own.error("--quantize-head is for --shape: a checkpoint has the head that it has")
     if arguments.task is not None:
         _check_task(own, arguments)
+    if arguments.adapter and (arguments.task is not None or arguments.peer):
+        own.error("--adapter is measured beside the same without: leave --task and --peer out")
     for model in (arguments.checkpoint, arguments.against):
         if model is not None:
             locate_model(model)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from threading import Thread
 from types import TracebackType
 
@@ -34,6 +36,7 @@ class EngineSource:
             is made on the device instead of read; or None.
         fake: Tokens a step and drafts of each request that are to give them (None: as many as
             pay); None: none are faked.
+        adapters: Folders of adapters, by name; requests take turns with them.
     """
 
     path: str
@@ -42,6 +45,7 @@ class EngineSource:
     device: str = "cpu"
     random: tuple[str, str, bool] | None = None
     fake: tuple[float, int | None] | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint, or make the random one."""
@@ -51,7 +55,13 @@ class EngineSource:
         return RandomCheckpoint(shape, scheme, self.device, quantize_head=head)
 
     def load(self) -> Engine:
-        """Load it."""
+        """Load it, and its adapters."""
+        engine = self._load()
+        for name, folder in self.adapters.items():
+            engine.load_adapter(name, folder)
+        return engine
+
+    def _load(self) -> Engine:
         config, device = self.config, self.device
         if self.random is None:
             return Engine.from_pretrained(

@@ -106,7 +106,7 @@ def run_once(engine: Engine, load: Load) -> Run:
 
 
 def ask(engine: Engine, load: Load) -> list[RequestOutput]:
-    """The answers to a load's requests.
+    """The answers to a load's requests, which take turns with the engine's adapters, if any.
 
     Raises:
         RequestError: the engine cannot hold them all at once.
@@ -118,7 +118,9 @@ def ask(engine: Engine, load: Load) -> list[RequestOutput]:
     prompts = torch.randint(engine.model.config.vocab_size, shape, generator=generator).tolist()
     bias = () if load.token is None else ((load.token, STRONG),)
     params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True, logit_bias=bias)
-    return _complete(engine.generate(prompts, params), [load.new_tokens] * load.batch)
+    names = list(engine.adapters) or [None]
+    each = [params.model_copy(update={"adapter": names[i % len(names)]}) for i in range(load.batch)]
+    return _complete(engine.generate(prompts, each), [load.new_tokens] * load.batch)
 
 
 def ask_task(engine: Engine, load: Load, task: Task) -> list[list[RequestOutput]]:

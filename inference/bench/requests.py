@@ -15,7 +15,7 @@ from formats.command import bar
 from formats.errors import RequestError
 from formats.families.names import HEAD
 from formats.files import replace_file
-from inference.arguments import speculate_config
+from inference.arguments import read_adapters, speculate_config
 from inference.backend import require_device
 from inference.bench.engine_process import EngineProcess, EngineSource
 from inference.bench.figures import (
@@ -114,7 +114,8 @@ def _start_models(
     work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ptq-")))
     path, shape = _place(arguments, work)
     config = _engine_config(arguments, load)
-    sources = [replace(_source(arguments, path, config), fake=_faked(arguments))]
+    fake, adapters = _faked(arguments), read_adapters(arguments)
+    sources = [replace(_source(arguments, path, config), fake=fake, adapters=adapters)]
     if arguments.against is not None:
         original = replace(sources[0], path=str(arguments.against), random=None, fake=None)
         sources.insert(0, original)
@@ -137,6 +138,8 @@ def _start_models(
         models.insert(-1, MeasuredModel(name, f"{name}: the same weights", worker.run))
     if (drafts := sources[-1].config.speculate) is not None:
         models[-1] = models[-1]._replace(note=f"{models[-1].note}; {_about_drafts(drafts)}")
+    if adapters:
+        models[-1] = models[-1]._replace(note=f"{models[-1].note}; adapters {', '.join(adapters)}")
     return [*models[:-1], *(MeasuredModel(p.name, p.note, p.run) for p in peers), models[-1]]
 
 
@@ -166,6 +169,8 @@ def _variants(
     if config.speculate is not None or source.fake is not None:
         kept = config.model_copy(update={"speculate": None})
         yield "no drafts", replace(source, config=kept, fake=None)
+    if source.adapters:
+        yield "no adapters", replace(source, adapters={})
     if config.invariant:
         kept = config.model_copy(update={"invariant": False})
         yield "not invariant", replace(source, config=kept)

@@ -121,7 +121,7 @@ class CpuBackend:
         requests: ActiveRequests,
     ) -> HostLoop:
         """The steps of an engine."""
-        return HostLoop(self.forward(model, pools), scheduler, requests)
+        return HostLoop(self.forward(model, pools), scheduler, requests, model)
 
     def change_blocks(self, pools: Sequence[KVPool], changes: BlockChanges) -> None:
         """Do what the next step needs done to the cache."""

@@ -8,7 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inference.models.adapters import ADAPTED, AdaptedLayer
 from inference.scheduling.work import Work, lay_out
+from kernels.cpu.lora import LoraTable
+from kernels.ops import add_lora
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Batch:
         taps: int64 [n], blocks whose inputs are wanted, too; the number of blocks stands for the
             output of the last one. None without.
         hidden: [T, n, H], gets them.
+        adapters: int64 [T], slot of each token's adapter, -1 for none; None where none has one.
+        loras: Holds them; see `inference.cpu.adapters`.
     """
 
     ids: Tensor
@@ -37,6 +42,15 @@ class Batch:
     rows: Tensor
     taps: Tensor | None = None
     hidden: Tensor | None = None
+    adapters: Tensor | None = None
+    loras: LoraTable | None = None
+
+    def adapted(self, x: Tensor, y: Tensor, block: int, layer: AdaptedLayer) -> Tensor:
+        """What a layer gives [T, N] of x [T, K], and what the tokens' adapters add."""
+        if self.adapters is None or self.loras is None:
+            return y
+        number = block * len(ADAPTED) + ADAPTED.index(layer)
+        return add_lora(x, y, self.adapters, self.loras, number)
 
     def sinks(self, count: int) -> Tensor | None:
         """Which tokens are at the first `count` positions, bool [T]; None where none is."""

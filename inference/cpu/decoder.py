@@ -6,7 +6,8 @@ token is added in the order of its own probabilities, so that its bits do not de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from inference.cpu.batch import Batch
 from inference.cpu.layers import CpuExperts, Linear, attend_latents, route, sigmoid
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
-from inference.models.feed_forward import FeedForward, GatedMLP, MixtureOfExperts, by_expert
+from inference.models.feed_forward import GatedMLP, MixtureOfExperts, by_expert
 from inference.models.parts import Layer
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.ops import (
@@ -29,6 +30,7 @@ from kernels.ops import (
 )
 
 CpuDecoder = Decoder[Linear, CpuExperts]
+Adapted = Callable[..., Tensor]  # `Batch.adapted` of a block
 CpuLayer = Layer[Linear, CpuExperts]
 
 
@@ -47,7 +49,7 @@ def forward_by_ops(model: CpuDecoder, pools: Sequence[KVPool], batch: Batch) -> 
         zip(model.layers, pools, config.windows, strict=True)
     ):
         _tap(batch, index, x)
-        x = run_block(config, model.query_growth, layer, x, batch, pool, window, sinks=sinks)
+        x = run_block(config, model.query_growth, layer, x, batch, pool, window, None, sinks, index)
     _tap(batch, len(model.layers), x)
     if not len(batch.rows):  # a step of prompts that go on
         return x.new_empty((0, config.vocab_size), dtype=torch.float32)
@@ -66,6 +68,7 @@ def run_block(
     window: int | None,
     read: Tensor | None = None,
     sinks: Tensor | None = None,
+    number: int = 0,
 ) -> Tensor:
     """Run a block: [T, H] to the same.
 
@@ -79,6 +82,7 @@ def run_block(
         window: Positions that a query sees, or None for all.
         read: What attention reads; default: the norm of x.
         sinks: bool [T], which rows are of sink tokens; None where none is.
+        number: The block's, by which adapters have it.
     """
     inputs = AttentionInputs(
         pool,
@@ -92,10 +96,14 @@ def run_block(
     )
     if read is None:
         read = _normed(x, layer.before_attention, config.eps)
-    added = attend(config, growth, layer, read, batch, inputs, sinks)
+    added = attend(config, growth, layer, read, batch, inputs, sinks, number)
     x = x + _normed(added, layer.after_attention, config.eps)
     read = _normed(x, layer.before_feed_forward, config.eps)
-    added = feed_forward(layer.feed_forward, read, sinks)
+    own = layer.feed_forward
+    if isinstance(own, MixtureOfExperts):
+        added = _mixture(own, read, sinks)
+    else:
+        added = _gated(own, read, sinks, partial(batch.adapted, block=number))
     return x + _normed(added, layer.after_feed_forward, config.eps)
 
 
@@ -125,6 +133,7 @@ def attend(
     batch: Batch,
     inputs: AttentionInputs,
     sinks: Tensor | None = None,
+    number: int = 0,
 ) -> Tensor:
     """Attention with its projections: [T, inputs of q, k and v] to [T, H].
 
@@ -136,13 +145,15 @@ def attend(
         batch: The step.
         inputs: What the queries see.
         sinks: As in `run_block`.
+        number: Likewise.
     """
     if layer.latent is not None:
         turn = layer.cos[batch.positions].to(x.dtype), layer.sin[batch.positions].to(x.dtype)
         read = layer.qkv(x, sinks)
         heads = attend_latents(c, layer.latent, read, turn, batch, inputs, sinks)
         return layer.o(heads.flatten(-2), sinks)
-    heads = layer.qkv(x, sinks).unflatten(-1, (-1, c.head_dim))
+    qkv = batch.adapted(x, layer.qkv(x, sinks), number, "qkv")
+    heads = qkv.unflatten(-1, (-1, c.head_dim))
     q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
     q, k = _heads_normed(q, layer.q_norm, c.eps), _heads_normed(k, layer.k_norm, c.eps)
     cos, sin = (angles[batch.positions].to(x.dtype) for angles in (layer.cos, layer.sin))
@@ -152,19 +163,21 @@ def attend(
     if inputs.pool.turn:
         q, k = (turn_heads(x, inputs.pool.turn) for x in (q, k))
     write_kv(k, v, inputs.pool, batch.slots, batch.positions)
-    return layer.o(paged_attention(q, inputs).flatten(-2), sinks)
+    attended = paged_attention(q, inputs).flatten(-2)
+    return batch.adapted(attended, layer.o(attended, sinks), number, "o")
 
 
-def feed_forward(
-    own: FeedForward[Linear, CpuExperts], x: Tensor, sinks: Tensor | None = None
+def _gated(
+    own: GatedMLP[Linear], x: Tensor, sinks: Tensor | None, adapted: Adapted | None = None
 ) -> Tensor:
-    """A block's feed-forward layer: [T, H] to the same; `sinks` as in `run_block`."""
-    return _mixture(own, x, sinks) if isinstance(own, MixtureOfExperts) else _gated(own, x, sinks)
-
-
-def _gated(own: GatedMLP[Linear], x: Tensor, sinks: Tensor | None) -> Tensor:
-    gate, up = own.gate_up(x, sinks).chunk(2, dim=-1)
-    return own.down(gated_product(gate, up, own.activation), sinks)
+    """A gated MLP: [T, H] to the same."""
+    gate_up = own.gate_up(x, sinks)
+    if adapted is not None:
+        gate_up = adapted(x, gate_up, layer="gate_up")
+    gate, up = gate_up.chunk(2, dim=-1)
+    product = gated_product(gate, up, own.activation)
+    y = own.down(product, sinks)
+    return y if adapted is None else adapted(product, y, layer="down")
 
 
 def _mixture(own: MixtureOfExperts[Linear, CpuExperts], x: Tensor, sinks: Tensor | None) -> Tensor:

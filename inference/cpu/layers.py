@@ -18,7 +18,15 @@ from inference.models.config import ModelConfig, Routing
 from inference.models.latent import LatentProjections
 from inference.models.read import StoredLinear
 from kernels.attention_inputs import AttentionInputs
-from kernels.cpu.weights import FloatWeight, Weight, pack_float_weight, pack_quantized_weight
+from kernels.cpu import native
+from kernels.cpu.structures import FORMATS
+from kernels.cpu.weights import (
+    FloatWeight,
+    NativeWeight,
+    Weight,
+    pack_float_weight,
+    pack_quantized_weight,
+)
 from kernels.ops import (
     apply_rope,
     fake_quantize_fp8,
@@ -69,6 +77,14 @@ class Linear:
         else:
             xq, scale = static_integers(x, self.input_scale, self.sink_scale, sinks)
         return linear(xq, self.weight, scale, x.dtype)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its weight is."""
+        own = self.weight
+        if isinstance(own, NativeWeight):
+            return native.header(own.packed).format > FORMATS["bf16"]
+        return not isinstance(own, FloatWeight)
 
     @property
     def gathers(self) -> bool:

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inference.cpu.adapters import CpuAdapters
 from inference.cpu.batch import Batch, plan_step
 from inference.cpu.decoder import CpuDecoder, CpuLayer
 from inference.cpu.layers import Linear
+from inference.models.adapters import check_adaptable
 from inference.models.feed_forward import GatedMLP
 from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests
@@ -159,12 +161,30 @@ class HostLoop:
         forward: Runs the tokens of a step: logits fp32 [R, vocabulary] of the rows wanted.
         scheduler: Says what they are.
         requests: Those that live.
+        model: What runs, where one process runs it.
     """
 
+    _adapters: CpuAdapters | None
+
     def __init__(
-        self, forward: Callable[[Batch], Tensor], scheduler: Scheduler, requests: ActiveRequests
+        self,
+        forward: Callable[[Batch], Tensor],
+        scheduler: Scheduler,
+        requests: ActiveRequests,
+        model: CpuDecoder | CodeModel | None = None,
     ) -> None:
         self.forward, self._scheduler, self._requests = forward, scheduler, requests
+        self._model, self._adapters = model, None
+
+    def adapters(self) -> CpuAdapters:
+        """What holds the adapters that requests run with.
+
+        Raises:
+            EngineError: none are run with this model, or by several ranks.
+        """
+        if self._adapters is None:
+            self._adapters = CpuAdapters(check_adaptable(self._model))
+        return self._adapters
 
     def step(self) -> StepResult:
         """Run a step and tell its tokens."""
@@ -184,7 +204,7 @@ class HostLoop:
 
     def _computed(self, work: Work) -> Tensor:
         """Logits of a step, whose hidden states go to who drafts, if it reads any."""
-        batch, drafter = plan_step(work), self._scheduler.drafter
+        batch, drafter = self._planned(work), self._scheduler.drafter
         wanted = None if drafter is None else drafter.reads
         if drafter is None or wanted is None:
             return self.forward(batch)
@@ -196,7 +216,15 @@ class HostLoop:
 
     def score(self, work: Work) -> Tensor:
         """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary]."""
-        return self.forward(plan_step(work))
+        return self.forward(self._planned(work))
+
+    def _planned(self, work: Work) -> Batch:
+        """The tensors of a step."""
+        batch = plan_step(work)
+        if self._adapters is None or not work.adapted:
+            return batch
+        slots = np.repeat(work.batch.adapter[work.places], work.counts).astype(np.int64)
+        return replace(batch, adapters=torch.from_numpy(slots), loras=self._adapters.table)
 
     def warm_up(self) -> None:
         """Nothing is compiled when it is needed."""

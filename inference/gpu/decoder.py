@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.gpu.adapters import BlockAdapters, GpuAdapters
 from inference.gpu.experts import GpuExperts
 from inference.gpu.feed_forward import feed_forward, inputs_of
 from inference.gpu.latent import attend_latents
@@ -61,6 +62,8 @@ class GpuBatch:
         padded: Whether the step may be captured, and nothing asked of the host.
         invariant: Whether a token's bits are the same in any step; each is a sequence then.
         reads: Hidden states that a proposer reads; None where none does.
+        adapters: int32 [T], slot of each token's adapter, -1 for none; None where none has one.
+        loras: Holds them.
     """
 
     ids: Tensor
@@ -74,6 +77,14 @@ class GpuBatch:
     padded: bool = False
     invariant: bool = False
     reads: HiddenStates | None = None
+    adapters: Tensor | None = None
+    loras: GpuAdapters | None = None
+
+    def adapted(self, block: int) -> BlockAdapters | None:
+        """The adapters of a block, if any token has one."""
+        if self.loras is None or self.adapters is None:
+            return None
+        return self.loras.of(block, self.adapters, invariant=self.invariant)
 
 
 @torch.no_grad()
@@ -116,12 +127,15 @@ def run_blocks(
         rows, scales, total = _norm(total, delta, after, before, c.eps, project.rows, sinks)
         if i in taps:
             hidden[i] = total
-        qkv = project.run(rows, scales, model.dtype)
-        delta = _attend(c, model.query_growth, model.dtype, layer, qkv, batch, pool, window, sinks)
+        qkv, loras = project.run(rows, scales, model.dtype), batch.adapted(i)
+        if loras is not None:
+            loras.add("qkv", rows, scales, qkv)
+        growth = model.query_growth
+        delta = _attend(c, growth, model.dtype, layer, qkv, batch, pool, window, sinks, loras)
         after = layer.after_attention
         before, wanted = layer.before_feed_forward, inputs_of(own, model.dtype)
         rows, scales, total = _norm(total, delta, after, before, c.eps, wanted, sinks)
-        delta = feed_forward(own, rows, scales, model.dtype, batch.padded, sinks)
+        delta = feed_forward(own, rows, scales, model.dtype, batch.padded, sinks, loras)
         after = layer.after_feed_forward
     head, every = model.head, len(model.layers) in taps  # then of all rows the sum is read
     if batch.rows is not None and not every:
@@ -225,6 +239,7 @@ def _attend(
     pool: KVPool,
     window: int | None,
     sinks: Tensor | None = None,
+    loras: BlockAdapters | None = None,
 ) -> Tensor | Partial:
     """Attention and the o layer: [T, (Hq + 2 Hkv) D] to [T, H], or a rank's part of that."""
     q_norm, k_norm = layer.q_norm, layer.k_norm
@@ -264,5 +279,8 @@ def _attend(
         y = decode_attention(q, inputs, workspace, metadata_ready=True, **fused)
     else:
         y = prefill_attention(q, inputs, workspace, batch.decodes, **fused)
-    y = y.flatten(1)
-    return output.run(y, wanted.scale, dtype) if fused else output(y, sinks)
+    rows, scales = (y.flatten(1), wanted.scale) if fused else as_wanted(y.flatten(1), wanted, sinks)
+    delta = output.run(rows, scales, dtype)
+    if loras is not None:
+        loras.add("o", rows, scales, delta)
+    return delta

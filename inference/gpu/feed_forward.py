@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from inference.gpu.adapters import BlockAdapters
 from inference.gpu.experts import GpuExperts, MergedExperts
 from inference.gpu.layers import GpuLinear
 from inference.models.feed_forward import GatedMLP, MixtureOfExperts, by_expert
@@ -54,6 +55,7 @@ def feed_forward(
     dtype: torch.dtype,
     padded: bool,
     sinks: Tensor | None = None,
+    loras: BlockAdapters | None = None,
 ) -> Tensor:
     """The layer on rows that are as it wants them: [T, H] in `dtype`.
 
@@ -64,9 +66,13 @@ def feed_forward(
         dtype: The model's float type.
         padded: Whether the step may be captured.
         sinks: int32 [T], 1 for the rows of sink tokens; None where none is.
+        loras: Adapters of a gated MLP, if rows run with any.
     """
     if isinstance(own, GatedMLP):
-        return _down(own, own.gate_up.run(rows, scales, dtype), sinks)
+        y = own.gate_up.run(rows, scales, dtype)
+        if loras is not None:
+            loras.add("gate_up", rows, scales, y)
+        return _down(own, y, sinks, loras)
     return _mixture(own, rows, padded, sinks)
 
 
@@ -74,14 +80,22 @@ def _on_floats(own: GatedMLP[GpuLinear], x: Tensor, sinks: Tensor | None) -> Ten
     return _down(own, own.gate_up(x, sinks), sinks)
 
 
-def _down(own: GatedMLP[GpuLinear], y: Tensor, sinks: Tensor | None) -> Tensor:
+def _down(
+    own: GatedMLP[GpuLinear],
+    y: Tensor,
+    sinks: Tensor | None,
+    loras: BlockAdapters | None = None,
+) -> Tensor:
     """The layer from what gate and up say on."""
     wanted = own.down.rows
     scale, by = wanted.scales_of(sinks)
     rows, scales = gated_product(
         y, scale, wanted.dtype, wanted.group, by, own.activation, wanted.length
     )
-    return own.down.run(rows, scales, y.dtype)
+    delta = own.down.run(rows, scales, y.dtype)
+    if loras is not None:
+        loras.add("down", rows, scales, delta)
+    return delta
 
 
 def _mixture(

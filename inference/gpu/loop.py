@@ -20,6 +20,7 @@ import time
 import numpy as np
 from torch import Tensor
 
+from inference.gpu.adapters import GpuAdapters
 from inference.gpu.runner import GpuRunner, Launched, Prepared
 from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests
@@ -131,6 +132,10 @@ class DeviceLoop:
     def replay(self, sequences: int, times: int) -> None:
         """Launch the graph of a step of so many decodes again and again, for measurements."""
         self.runner.replay(sequences, times)
+
+    def adapters(self) -> GpuAdapters:
+        """`GpuRunner.adapters`."""
+        return self.runner.adapters()
 
     def drop(self) -> None:
         """Forget the step on its way."""

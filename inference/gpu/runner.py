@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inference.gpu.adapters import GpuAdapters
 from inference.gpu.code_step import asks_host, forward_code
 from inference.gpu.decoder import (
     GpuBatch,
@@ -47,6 +48,7 @@ from inference.gpu.steps import (
     write_moved,
     write_step,
 )
+from inference.models.adapters import check_adaptable
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.drafter import HiddenStates
 from inference.scheduling.sampler import rank
@@ -229,6 +231,8 @@ class GpuRunner:
         self._seen: set[Size] = set()  # steps of prompts that ran
         self._short: set[Size] = set()  # those for whose graph there was no memory
         self._reads: HiddenStates | None = None
+        self._adapters: GpuAdapters | None = None
+        self._tables = 0  # the version of its tables that graphs hold
         if self._graphs:
             self._stream = torch.cuda.Stream(self._device)
             self._pool = torch.cuda.graph_pool_handle()
@@ -238,6 +242,24 @@ class GpuRunner:
         if reads is not self._reads:
             self._reads = reads
             self._captured.clear()  # a graph has what it gives to whom
+
+    def adapters(self) -> GpuAdapters:
+        """What holds the adapters that requests run with.
+
+        Raises:
+            EngineError: none are run with this model, or by several ranks.
+        """
+        if self._adapters is None:
+            own = check_adaptable(self.model if self._ranks is None else None)
+            self._adapters = GpuAdapters(own, self._device)
+        return self._adapters
+
+    def _forget_moved_tables(self) -> None:
+        """Give up the graphs that hold tables of adapters where these were."""
+        if self._adapters is not None and self._adapters.version != self._tables:
+            self._tables = self._adapters.version
+            for size in [size for size in self._captured if size.adapted]:
+                del self._captured[size]
 
     def prepare(self, work: Work) -> Prepared | None:
         """Write the arrays of a step of single tokens and drafts before it is known where these
@@ -343,7 +365,7 @@ class GpuRunner:
         alone = {} if self._ranks is not None else self._captured
         found = {}
         for size, captured in alone.items():
-            if size.prompts:
+            if size.prompts or size.adapted:
                 continue
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             captured.graph.replay()
@@ -458,6 +480,8 @@ class GpuRunner:
         """The graph that a step is replayed as; None if it runs kernel by kernel."""
         if not self._graphs or size in self._short:
             return None
+        if size.adapted:
+            self._forget_moved_tables()
         if size.prompts and size not in self._seen:
             self._seen.add(size)
             return None
@@ -532,6 +556,7 @@ class GpuRunner:
             self._known(x), x["positions"], x["slots"], x["tables"], x["lengths"],
             rows=x.get("rows"), query_start=x.get("query_start"), decodes=decodes,
             padded=padded, invariant=self._invariant, reads=self._reads,
+            adapters=x.get("adapters"), loras=self._adapters,
         )  # fmt: skip
 
     def _known(self, x: Mapping[str, Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ them and nothing else, what is halfway); then, in a step that has others, `PROMP
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inference.scheduling.work import Work
 
@@ -27,12 +27,14 @@ class Size:
         prompts: Sequences of more, after them; 0 if there are none.
         tokens: Of the latter.
         every: Whether the rows of all tokens are kept, of which the head reads some.
+        adapted: Whether rows run with adapters.
     """
 
     decodes: int
     prompts: int = 0
     tokens: int = 0
     every: bool = False
+    adapted: bool = False
 
     @property
     def sequences(self) -> int:
@@ -50,6 +52,7 @@ class WholeSize:
         tokens: Tokens of all of them.
         rows: Tokens whose logits are wanted.
         samples: Sequences that get a next token.
+        adapted: Whether rows run with adapters.
     """
 
     decodes: int
@@ -57,6 +60,7 @@ class WholeSize:
     tokens: int
     rows: int
     samples: int
+    adapted: bool = False
 
 
 def decodes_of(sequences: int) -> Size:
@@ -68,12 +72,13 @@ def size_of(work: Work) -> Size | None:
     """The padded size of a step; None where it is not to be padded."""
     decodes, prompts = work.singles, len(work) - work.singles
     if not prompts and work.samples.all() and not work.whole.any():
-        return decodes_of(decodes)
+        return replace(decodes_of(decodes), adapted=work.adapted)
     tokens = work.tokens - decodes
     if prompts > MANY or tokens > MOST_TOKENS:
         return None
     every = bool(work.host.any() or work.whole.any()) or work.tells
-    return _size(_power(decodes) if decodes else 0, prompts, tokens, every)
+    size = _size(_power(decodes) if decodes else 0, prompts, tokens, every)
+    return replace(size, adapted=work.adapted)
 
 
 def _size(decodes: int, prompts: int, tokens: int, every: bool = False) -> Size:
@@ -112,6 +117,7 @@ def whole_size(work: Work) -> WholeSize:
         tokens=work.tokens,
         rows=int(work.rows.sum()),
         samples=int(work.samples.sum()),
+        adapted=work.adapted,
     )
 
 

@@ -62,9 +62,11 @@ class StepPlan:
 
 def step_shapes(size: Size | WholeSize, width: int) -> dict[str, Shape]:
     """Types and shapes of a step's arrays, for sequences of so many blocks at most."""
+    tokens = size.decodes + size.tokens if isinstance(size, Size) else size.tokens
+    slots = {"adapters": (torch.int32, (tokens,))} if size.adapted else {}
     if isinstance(size, Size):
-        return padded_shapes(size, width)
-    return {
+        return padded_shapes(size, width) | slots
+    return slots | {
         **shapes_of(size.tokens, size.sequences, size.samples, width),
         "rows": (torch.int64, (size.rows,)),
         "samples": (torch.int64, (size.samples,)),
@@ -107,7 +109,7 @@ def write_step(arrays: Arrays, work: Work, size: Size | WholeSize) -> None:
         size: From `size_of` or `whole_size`, or one at least as large.
     """
     if isinstance(size, WholeSize):
-        write_whole(arrays, work)
+        write_whole(arrays, work, size)
     else:
         write_padded(arrays, work, size)
 
@@ -118,9 +120,11 @@ def write_padded(arrays: Arrays, work: Work, size: Size) -> None:
     blank = GREEDY | {
         "slots": -1,
         "mask_row": -1,
+        "adapters": -1,
         **dict.fromkeys(("batch_index", "sample_index"), work.batch.spare),
     }
-    for name, values in (_of_slices(work) | _of_draws(work, slice(None))).items():
+    own = _of_slices(work, adapted=size.adapted) | _of_draws(work, slice(None))
+    for name, values in own.items():
         array, rest = arrays[name], gap + len(values) - ones
         array[:ones], array[gap:rest] = values[:ones], values[ones:]
         array[ones:gap] = array[rest:] = blank.get(name, 0)
@@ -185,10 +189,11 @@ def told_rows(work: Work, size: Size | WholeSize) -> LogprobRows | None:
     return LogprobRows(torch.from_numpy(logits), torch.from_numpy(tokens), int(work.logprobs.max()))
 
 
-def write_whole(arrays: Arrays, work: Work) -> None:
+def write_whole(arrays: Arrays, work: Work, size: WholeSize) -> None:
     """Write a step as it is."""
     ends, samples = np.cumsum(work.counts), np.flatnonzero(work.samples)
-    for name, values in (_of_slices(work) | _of_draws(work, samples)).items():
+    own = _of_slices(work, adapted=size.adapted) | _of_draws(work, samples)
+    for name, values in own.items():
         arrays[name][:] = values
     _write_tables(arrays["tables"], work, slice(None))
     arrays["rows"][:] = _wanted(work)
@@ -196,10 +201,11 @@ def write_whole(arrays: Arrays, work: Work) -> None:
     arrays["query_start"][0], arrays["query_start"][1:] = 0, ends
 
 
-def _of_slices(work: Work) -> dict[str, NDArray]:
-    """Where tokens stand."""
+def _of_slices(work: Work, *, adapted: bool = False) -> dict[str, NDArray]:
+    """Where tokens stand, and the adapters that they run with."""
     own = lay_out(work)
-    return {
+    slots = {"adapters": work.batch.adapter[own.owners]} if adapted else {}
+    return slots | {
         "ids": own.ids,
         "positions": own.positions,
         "slots": own.slots,

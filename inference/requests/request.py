@@ -80,6 +80,7 @@ class SamplingParams(RequestParams):
         reference: A text, or its token ids, that the output is expected to repeat in parts, beside
             the prompt: drafts come from it where the engine speculates (`EngineConfig.speculate`,
             method `ngram`). It changes no token.
+        adapter: Name of the adapter that it runs with (`Engine.load_adapter`); None for none.
 
     Raises:
         RequestError: a value is not allowed; `param` names it.
@@ -106,6 +107,7 @@ class SamplingParams(RequestParams):
     prompt_logprobs_start: int = Field(default=0, ge=0)
     constraint: Constraint | None = None
     reference: str | tuple[int, ...] = ""
+    adapter: str | None = None
 
     def model_post_init(self, context: object, /) -> None:
         """Check what no single value's limits tell."""

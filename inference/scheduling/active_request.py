@@ -6,6 +6,7 @@ import copy
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ class ActiveRequest:
         limit: Most tokens of prompt and output.
         candidates: If it is held: how many of the likeliest tokens are returned whenever the next
             one is to come, which its client then chooses (`Engine.hold`).
+        adapter: Slot of its adapter; -1 for none.
 
     Attributes:
         sequence: Its tokens, for the scheduler.
@@ -64,6 +66,7 @@ class ActiveRequest:
         ends: frozenset[int],
         limit: int,
         candidates: int | None = None,
+        adapter: int = -1,
     ) -> None:
         self.prompt, self.params, self._ends, self.candidates = (
             list(prompt),
@@ -83,7 +86,7 @@ class ActiveRequest:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         least = log_min_p(params.min_p)
         draw = Draw(params.temperature, params.top_p, params.top_k, least, seed)
-        self._seed, terms = seed, self._terms(draw, limit)
+        self._seed, terms = seed, replace(self._terms(draw, limit), adapter=adapter)
         whole = self.wants_prompt_logits
         self.sequence = TokenSequence(
             name, list(prompt), terms, whole=whole, held=candidates is not None

@@ -51,6 +51,7 @@ class RunningBatch:
         bias_spans: int32 [places + 1, 2, 2], `Biases.early` and `late`.
         bias_until: How long the former holds, in tokens of the output.
         masked: Whose next token has to be one of a mask's.
+        adapter: int32, see `Terms.adapter`.
     """
 
     def __init__(self, places: int) -> None:
@@ -72,6 +73,7 @@ class RunningBatch:
         self.draws = {f.name: np.zeros(rows, DRAW_TYPES[f.name]) for f in fields(Draw)}
         self.bias_spans, self.bias_until = np.zeros((rows, 2, 2), np.int32), np.zeros(rows, int)
         self.masked = np.zeros(rows, np.bool_)
+        self.adapter = np.full(rows, -1, np.int32)
         self._free = list(range(places))
         self._arrivals = 0
 
@@ -91,7 +93,7 @@ class RunningBatch:
         self.computed[place], self.prompt[place] = computed, sequence.prompt
         self.last[place], self.host_until[place] = terms.last, terms.host_until
         self.greedy[place], self.watched[place] = terms.greedy, terms.watched
-        self.logprobs[place] = terms.logprobs
+        self.logprobs[place], self.adapter[place] = terms.logprobs, terms.adapter
         self.whole[place], self.serial[place] = sequence.whole, self._arrivals
         self.promised[place], self.held_by_client[place] = sequence.promised, sequence.held
         for name, column in self.draws.items():

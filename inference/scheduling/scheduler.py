@@ -51,6 +51,7 @@ class Scheduler:
         drafter: Gives drafts of the next tokens, for what room prompts leave in a step.
 
     Attributes:
+        roots: The same of what is computed with an adapter, by the adapter's slot.
         beside_decodes: Most tokens of prompts in a step that has others; None: as many as fit.
         waiting: Sequences that wait, in the order in which they are admitted.
         running: Those that run, in the order in which they began.
@@ -72,6 +73,7 @@ class Scheduler:
     ) -> None:
         self._target_s, self._rate = target_s, PromptRate()
         self.blocks, self.root, self.span = blocks, root, span
+        self.roots: dict[int, int] = {}
         self.beside_decodes: int | None = None
         self.drafter = drafter
         self.max_batch_size, self.max_batched_tokens = max_batch_size, max_batched_tokens
@@ -430,21 +432,25 @@ class Scheduler:
         coming, promises = sequence.beginning.coming, self.blocks.promises
         if self.blocks.is_coming(coming) if coming else sequence.looked_up == promises:
             return coming is not None
-        sequence.beginning = self.blocks.look_up(_findable(sequence), self.root)
+        sequence.beginning = self.blocks.look_up(_findable(sequence), self._root_of(sequence))
         sequence.looked_up = promises
         return sequence.beginning.coming is not None
+
+    def _root_of(self, sequence: Sequence) -> int:
+        """Under which the cache finds what is computed for a sequence."""
+        return self.roots.get(sequence.terms.adapter, self.root)
 
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Get blocks for the first tokens of a waiting sequence; how many, 0 if there are none."""
         name, tokens = sequence.name, sequence.tokens
-        hit = self.blocks.take_prefix(name, _findable(sequence), self.root)
+        hit = self.blocks.take_prefix(name, _findable(sequence), self._root_of(sequence))
         wanted, count = self.blocks.missing(name, len(tokens) + 1), min(len(tokens) - hit, budget)
         pushes = self.running and wanted > self.blocks.available  # it would soon push others out
         if pushes or not self.blocks.grow(name, hit + count):
             self.blocks.release(name)
             return 0
         sequence.computed = hit
-        sequence.promised = self.blocks.promise(name, tokens, self.root)
+        sequence.promised = self.blocks.promise(name, tokens, self._root_of(sequence))
         self.queried_tokens += len(tokens)
         self.hit_tokens += hit
         return count
@@ -472,7 +478,7 @@ class Scheduler:
             self.blocks.discard(sequence.name)
             return
         tokens = sequence.tokens[: sequence.computed]
-        self.blocks.release(sequence.name, tokens, sequence.seen, self.root)
+        self.blocks.release(sequence.name, tokens, sequence.seen, self._root_of(sequence))
 
 
 def _few_masks(batch: RunningBatch, places: Ints, drafts: Ints) -> Ints:

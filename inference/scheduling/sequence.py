@@ -117,6 +117,7 @@ class Terms:
             no log probability.
         biases: What is added to its logits on a device.
         masked: Whether a mask says which tokens may come: `Sequence.next_masks` does.
+        adapter: Slot of the adapter that it runs with; -1 for none.
     """
 
     last: int = NEVER
@@ -128,6 +129,7 @@ class Terms:
     logprobs: int = -1
     biases: Biases | None = None
     masked: bool = False
+    adapter: int = -1
 
 
 class Sequence:

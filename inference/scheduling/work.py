@@ -179,6 +179,11 @@ class Work:
         """Whose next token a device chooses from those that a mask lets come."""
         return self.batch.masked[self.places] & self.samples & ~self.host
 
+    @cached_property
+    def adapted(self) -> bool:
+        """Whether any of the sequences runs with an adapter."""
+        return bool((self.batch.adapter[self.places] >= 0).any())
+
     def alive(self) -> Bools:
         """Which of the sequences are still where they were."""
         return self.batch.serial[self.places] == self.serials

@@ -22,7 +22,8 @@ from inference.server.http.errors import ApiError, api_error
 from inference.server.http.middleware import KeyCheck, RequestLog, RootPath
 from inference.server.http.responses import Refusal
 from inference.server.page.route import chat_page
-from inference.server.routes import about, chat, completions, responses, tokens
+from inference.server.routes import about, adapters, chat, completions, responses, tokens
+from inference.server.schema.adapters import LoadAdapterBody, UnloadAdapterBody
 from inference.server.schema.chat import ChatBody
 from inference.server.schema.completions import (
     CompletionBody,
@@ -44,6 +45,8 @@ ROUTES: list[tuple[str, str, Handler, type[BaseModel] | None, tuple[str, ...]]] 
     ("POST", "/v1/completions", completions.complete, CompletionBody, (JSON, EVENTS)),
     ("POST", "/v1/chat/completions", chat.chat, ChatBody, (JSON, EVENTS)),
     ("POST", "/v1/responses", responses.respond, ResponsesBody, (JSON, EVENTS)),
+    ("POST", "/v1/load_lora_adapter", adapters.load_adapter, LoadAdapterBody, (JSON,)),
+    ("POST", "/v1/unload_lora_adapter", adapters.unload_adapter, UnloadAdapterBody, (JSON,)),
     ("POST", "/tokenize", tokens.tokenize, TokenizeBody, (JSON,)),
     ("POST", "/detokenize", tokens.detokenize, DetokenizeBody, (JSON,)),
     ("GET", "/tokenizer_info", tokens.tokenizer_info, None, (JSON,)),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from formats.command import CommandParser, count
 from inference.arguments import (
+    add_adapter_argument,
     add_content_argument,
     add_engine_arguments,
     speculate_config,
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
         "Ctrl-C or SIGTERM stops it when what runs has finished.",
     )
     add_engine_arguments(made)
+    add_adapter_argument(made, "A request runs with the one that its `model` names")
     _add_http_arguments(made.add_argument_group("HTTP"))
     _add_size_arguments(made.add_argument_group("sizes"))
     _add_other_arguments(made.add_argument_group("vLLM in the place of this engine"))

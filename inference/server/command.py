@@ -25,6 +25,7 @@ from formats.errors import RequestError
 from formats.gguf.locate import locate_model
 from formats.namespace import later
 from formats.stored.folder import read_config
+from inference.arguments import read_adapters
 from inference.server.arguments import KEY, parser, queue_limits, sizes
 from inference.server.data_parallel.fleet import EngineFleet
 from inference.server.data_parallel.placement import places, usable_cores
@@ -72,11 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_extra()
     folder = locate_model(arguments.checkpoint, arguments.revision)
     read_config(folder)  # a folder of something else is told at once
+    adapters = _adapters(arguments)
     config, visible = sizes(arguments), os.environ.get("CUDA_VISIBLE_DEVICES")
     engines, ranks = arguments.data_parallel, arguments.tensor_parallel
     found = places(arguments.device, engines, usable_cores(), ranks, visible)
     with listen(arguments.host, arguments.port) as listener:
-        sources = [EngineSource(folder, config, **vars(place)) for place in found]
+        sources = [EngineSource(folder, config, adapters=adapters, **vars(p)) for p in found]
         processes = [EngineProcess(source) for source in sources]
         try:
             _serve(arguments, key, template, folder, listener, processes)
@@ -218,6 +220,19 @@ def _key(arguments: argparse.Namespace) -> str | None:
     return key
 
 
+def _adapters(arguments: argparse.Namespace) -> dict[str, Path]:
+    """Folders by name, which is none of the model's."""
+    for name in _names(arguments):
+        if name in arguments.adapter:
+            raise RequestError(f"--adapter {name}: so the model is called; choose another name")
+    return read_adapters(arguments)
+
+
+def _names(arguments: argparse.Namespace) -> list[str]:
+    """What clients call the model."""
+    return arguments.served_model_name or [str(arguments.checkpoint)]
+
+
 def _template(arguments: argparse.Namespace) -> str | None:
     path = arguments.chat_template
     return None if path is None else _read(path, "--chat-template")
@@ -233,7 +248,7 @@ def _read(path: Path, argument: str) -> str:
 def _settings(
     arguments: argparse.Namespace, key: str | None, template: str | None, folder: Path
 ) -> ServerSettings:
-    names: list[str] = arguments.served_model_name or [str(arguments.checkpoint)]
+    names = _names(arguments)
 
     def load_tokenizer() -> Any:
         return tokenizers.load_tokenizer(folder)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamParams, Hypothesis
@@ -18,6 +18,7 @@ from inference.requests.request import FinishReason, SamplingParams, check_promp
 from inference.server.measures import Measures
 from inference.server.messages import (
     Abort,
+    AdapterSet,
     BeamDone,
     Dead,
     EngineInfo,
@@ -26,6 +27,7 @@ from inference.server.messages import (
     FromEngine,
     Ready,
     Refused,
+    SetAdapter,
     Step,
     Submit,
     SubmitBeam,
@@ -75,7 +77,7 @@ class EngineClient:
         self.stats = EngineStats()
         self._info: EngineInfo | None = None
         self._names = (f"r{i}" for i in count())
-        self._beams: dict[str, asyncio.Future[list[Hypothesis]]] = {}
+        self._answers: dict[str, asyncio.Future[Any]] = {}  # of beams and of adapters
         self._changed = asyncio.Event()  # the state, or that all requests have ended
 
     @property
@@ -88,6 +90,15 @@ class EngineClient:
         if self._info is None:
             raise Unavailable(self.reason or "the model is being loaded; try again soon")
         return self._info
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Folders of the adapters that requests may name.
+
+        Raises:
+            Unavailable: it is loading.
+        """
+        return self.info.adapters
 
     @property
     def loaded(self) -> bool:
@@ -177,7 +188,7 @@ class EngineClient:
         self._admit(prompt, params.stop_token_ids)
         name = next(self._names)
         done: asyncio.Future[list[Hypothesis]] = asyncio.get_running_loop().create_future()
-        self._beams[name] = done
+        self._answers[name] = done
         self._open.add(name, len(prompt), None, new_tokens)
         self._send(SubmitBeam(name, list(prompt), params))
         try:
@@ -185,6 +196,19 @@ class EngineClient:
         finally:
             if done.cancelled():
                 self._cancelled(name, "abort")
+
+    async def set_adapter(self, adapter: str, path: str | None) -> None:
+        """Load an adapter from a folder, or with None unload it, while requests run.
+
+        Raises:
+            RequestError: the engine refuses; its message says why.
+            Unavailable: the engine takes no requests.
+        """
+        self._check_taken()
+        name = next(self._names)
+        self._answers[name] = done = asyncio.get_running_loop().create_future()
+        self._send(SetAdapter(name, adapter, path))
+        await done
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests; wait until all have ended, and end them after so many seconds."""
@@ -213,13 +237,17 @@ class EngineClient:
         elif isinstance(message, Refused):
             if (stream := self._open.stream(message.name)) is not None:
                 stream.refuse(message.message, message.param)
-            self._answer_beam(message.name, RequestError(message.message, message.param))
+            self._answer(message.name, RequestError(message.message, message.param))
             self._forget(message.name, "refused")
         elif isinstance(message, Failed):
             self._fail(message.names, "error", message.message)
         elif isinstance(message, BeamDone):
-            self._answer_beam(message.name, message.hypotheses)
+            self._answer(message.name, message.hypotheses)
             self._forget(message.name, "stop")
+        elif isinstance(message, AdapterSet):
+            self._info = replace(self.info, adapters=message.adapters)
+            self._answer(message.name, None)
+            self._answers.pop(message.name, None)
         else:
             self.lose(message)
 
@@ -231,7 +259,7 @@ class EngineClient:
             gone |= {f"blocks_{kind}": 0 for kind in ("total", "free", "used", "cached")}
             self.stats = replace(self.stats, **gone)
             self._become("dead")
-            self._fail(self._open.names, "abort", last.message)
+            self._fail([*self._open.names, *self._answers], "abort", last.message)
 
     def check(self, prompt: Sequence[int]) -> None:
         """Check that requests are taken, and that the model can take the prompt.
@@ -240,12 +268,16 @@ class EngineClient:
             RequestError: the prompt is empty or too long, or the model does not know a token.
             Unavailable: the engine takes no requests.
         """
+        info = self._check_taken()
+        check_prompt(prompt, info.max_model_len, info.max_positions, info.vocab_size)
+
+    def _check_taken(self) -> EngineInfo:
+        """Raise unless requests are taken."""
         if self.state == "draining":
             raise Unavailable(f"{STOPPING}; it takes no more requests")
         if self.state == "dead":
             raise Unavailable(f"the engine is dead: {self.reason}")
-        info = self.info
-        check_prompt(prompt, info.max_model_len, info.max_positions, info.vocab_size)
+        return self.info
 
     def _admit(self, prompt: Sequence[int], ends: Sequence[int]) -> None:
         """Raise unless one more request may wait."""
@@ -267,11 +299,11 @@ class EngineClient:
         for name in names:
             if (stream := self._open.stream(name)) is not None:
                 stream.finish(reason, why)
-            self._answer_beam(name, EngineError(why) if reason == "error" else Unavailable(why))
+            self._answer(name, EngineError(why) if reason == "error" else Unavailable(why))
             self._forget(name, reason)
 
-    def _answer_beam(self, name: str, answer: list[Hypothesis] | Exception) -> None:
-        done = self._beams.get(name)
+    def _answer(self, name: str, answer: Any) -> None:
+        done = self._answers.get(name)
         if done is None or done.done():  # its reader left
             return
         if isinstance(answer, Exception):
@@ -280,7 +312,7 @@ class EngineClient:
             done.set_result(answer)
 
     def _forget(self, name: str, reason: str) -> None:
-        self._beams.pop(name, None)
+        self._answers.pop(name, None)
         self._open.end(name, reason)
         self._tell_if_idle()
 
@@ -320,6 +352,11 @@ class ServedEngine(Protocol):
         ...
 
     @property
+    def adapters(self) -> Mapping[str, str]:
+        """Folders of the adapters that requests may name."""
+        ...
+
+    @property
     def in_flight(self) -> int:
         """Requests that wait or run."""
         ...
@@ -348,6 +385,10 @@ class ServedEngine(Protocol):
 
     async def beam(self, prompt: Sequence[int], params: BeamParams) -> list[Hypothesis]:
         """Search for the likeliest continuations."""
+        ...
+
+    async def set_adapter(self, adapter: str, path: str | None) -> None:
+        """Load or unload an adapter."""
         ...
 
     async def drain(self, seconds: float) -> None:

@@ -1,9 +1,9 @@
 """What the two processes of a server tell each other.
 
-The HTTP process sends `Submit`, `SubmitBeam` and `Abort`; the engine process answers with
-`Ready` once, with a `Step` after each step of the engine, and with the others where there is cause.
-All are pickled, over a socket that only the two hold. A name is one request's for as long as the
-server lives: the HTTP process makes it, and none comes twice.
+The HTTP process sends `Submit`, `SubmitBeam`, `Abort` and `SetAdapter`; the engine process answers
+with `Ready` once, with a `Step` after each step of the engine, and with the others where there is
+cause. All are pickled, over a socket that only the two hold. A name is one request's, or one
+`SetAdapter`'s, for as long as the server lives: the HTTP process makes it, and none comes twice.
 
 Draining is no message: the HTTP process refuses what comes, and closes the socket when what runs
 has ended. That ends the engine process.
@@ -11,7 +11,7 @@ has ended. That ends the engine process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inference.beam_search import BeamParams, Hypothesis
@@ -62,6 +62,21 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class SetAdapter:
+    """Load an adapter before the next step, or unload it.
+
+    Attributes:
+        name: The message's, for its answer.
+        adapter: The name that requests give.
+        path: Its folder; None: it is unloaded.
+    """
+
+    name: str
+    adapter: str
+    path: str | None
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """What engine answers.
 
@@ -79,6 +94,7 @@ class EngineInfo:
         pid: Of the engine's process.
         end_tokens: Those that end the model's outputs.
         speculates: Whether its steps have drafts of the next tokens.
+        adapters: Folders of the adapters that are loaded, by name.
     """
 
     max_model_len: int
@@ -94,6 +110,7 @@ class EngineInfo:
     pid: int = 0
     end_tokens: frozenset[int] = frozenset()
     speculates: bool = False
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,10 +194,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Refused:
-    """The engine does not take a request.
+    """The engine does not take a request, or an adapter.
 
     Attributes:
-        name: The request's.
+        name: The request's, or that of `SetAdapter`.
         message: Why.
         param: The field that is wrong, if it is one.
     """
@@ -217,6 +234,19 @@ class BeamDone:
 
 
 @dataclass(frozen=True)
+class AdapterSet:
+    """An adapter has been loaded or unloaded.
+
+    Attributes:
+        name: That of `SetAdapter`.
+        adapters: Folders of all that are loaded now, by name.
+    """
+
+    name: str
+    adapters: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Dead:
     """The engine cannot go on, or could not be loaded; the process ends.
 
@@ -227,7 +257,7 @@ class Dead:
     message: str
 
 
-ToEngine = Submit | SubmitBeam | Abort
+ToEngine = Submit | SubmitBeam | Abort | SetAdapter
 
 
-FromEngine = Ready | Step | Refused | Failed | BeamDone | Dead
+FromEngine = Ready | Step | Refused | Failed | BeamDone | AdapterSet | Dead

@@ -74,3 +74,8 @@ class ServerSettings:
     log_requests: bool = False
     log_texts: bool = False
     limits: Limits = Limits()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model."""
+        return self.model, *self.aliases

@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.activations import Activation
 from kernels.attention_inputs import KVPool
 from kernels.cpu import native
+from kernels.cpu.lora import LoraTable
 from kernels.cpu.native_attention import check_pool, formats
 from kernels.cpu.structures import ACTIVATIONS, FORMATS, STORAGE_NAMES, pointer
 from kernels.packed_cache import channels
@@ -70,6 +71,7 @@ class _Step(Structure):
         *[(name, c_void_p) for name in ("logits", "workspace", "problem", "partials")],
         *[(name, c_void_p) for name in ("taps", "hidden")],
         ("tapped", c_int64),
+        *[(name, c_void_p) for name in ("adapters", "loras")],
     ]
 
 
@@ -214,6 +216,8 @@ class FusedDecoder:
         rows: Tensor,
         taps: Tensor | None = None,
         hidden: Tensor | None = None,
+        adapters: Tensor | None = None,
+        loras: LoraTable | None = None,
     ) -> Tensor:
         """Run the tokens of a step; further arguments as in `kernels.ops` and in batches.
 
@@ -221,6 +225,8 @@ class FusedDecoder:
             taps: int64 [n], blocks whose inputs are wanted; the number of blocks stands for the
                 output of the last one.
             hidden: fp32 [T, n, hidden], gets them.
+            adapters: int64 [T], slot of each token's adapter, -1 for none; None where none has one.
+            loras: The adapters of qkv, o, gate_up and down of each block, in this order.
 
         Returns:
             Logits fp32 [R, vocabulary] of the tokens `rows`.
@@ -246,6 +252,8 @@ class FusedDecoder:
             pointer(taps),
             pointer(hidden),
             0 if taps is None else len(taps),
+            pointer(adapters),
+            None if loras is None else loras.address,
         )
         threads = torch.get_num_threads()
         if loaded.ptq_decoder_step(byref(self._decoder), byref(step), threads):

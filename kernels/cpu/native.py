@@ -58,6 +58,7 @@ _SIGNATURES = {
         None,
     ),
     "ptq_gated_product": ([c_void_p] * 3 + [c_int64] * 3 + [c_int] * 2, None),
+    "ptq_lora": ([c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_int], None),
     "ptq_softcap": ([c_void_p, c_float, c_void_p, c_int64, c_int], None),
     "ptq_turn": ([c_void_p] * 2 + [c_int64] * 5 + [c_int], None),
     "ptq_rope": ([c_void_p] * 4 + [c_int64] * 4 + [c_int], None),

@@ -101,6 +101,21 @@ class QuantizeArgs(Structure):
     ]
 
 
+class LoraPart(Structure):
+    """An adapter of a linear layer, or of one of those that were merged."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("a", "b")],
+        *[(name, c_int64) for name in ("rank", "first", "outputs", "format")],
+    ]
+
+
+class Lora(Structure):
+    """The parts of an adapter in a merged layer."""
+
+    _fields_ = [("parts", c_void_p), ("count", c_int64), ("inputs", c_int64)]
+
+
 class FeedbackTile(Structure):
     """A tile of a weight that is rounded with feedback."""
 

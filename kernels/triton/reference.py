@@ -334,3 +334,30 @@ def rope_write(
     if growth is not None:
         rotated = rotated * growth[:, None, None]
     return rotated.to(out_dtype or q.dtype)
+
+
+def add_lora_reference(
+    x: Tensor,
+    x_scales: Tensor | None,
+    y: Tensor,
+    slots: Tensor,
+    a: Tensor,
+    b: Tensor,
+    starts: tuple[int, ...],
+) -> Tensor:
+    """fp64 [T, N]: y + B (A x) of each row's slot, of tensors as `linear.lora.LoraStack` has them.
+
+    Neither x nor A x is rounded.
+    """
+    wide, out = x.double(), y.double().clone()
+    if x_scales is not None:
+        runs = x_scales.double().reshape(-1, 1) if x_scales.dim() < 2 else x_scales.double()
+        each = 128 if runs.shape[1] > 1 else x.shape[1]
+        wide = wide * runs.repeat_interleave(each, dim=1)[:, : x.shape[1]]
+    shared, stops = min(x.shape[1], a.shape[-1]), (*starts[1:], y.shape[1])
+    for slot in range(len(a)):
+        mine = slots == slot
+        u = torch.einsum("tk,prk->ptr", wide[mine, :shared], a[slot, :, :, :shared].double())
+        for own, start, stop in zip(u, starts, stops, strict=True):
+            out[mine, start:stop] += own @ b[slot, start:stop].double().T
+    return out

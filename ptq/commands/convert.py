@@ -2,7 +2,7 @@
 
     ptq convert SRC DST --to gptq|gptq_v2|awq|fp8_block|paddle
     ptq convert SRC DST --to compressed_tensors [--tables DIR]
-    ptq convert SRC DST --to float [--dtype TYPE]
+    ptq convert SRC DST --to float [--dtype TYPE] [--adapter FOLDER]
     ptq convert SRC DST.gguf
     ptq convert SRC.gguf DST
 
@@ -54,6 +54,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--dtype", choices=FLOAT_TYPES, help="type of float weights, else config.json's"
     )
+    made.add_argument(
+        "--adapter",
+        metavar="FOLDER",
+        help="a LoRA adapter that PEFT saved, merged in by --to float",
+    )
     made.add_argument("--force", action="store_true", help="replace DST if it exists")
     add_quiet(made)
     return made
@@ -72,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         target,
         tables=arguments.tables,
         dtype=arguments.dtype,
+        adapter=arguments.adapter,
         force=arguments.force,
         progress=not arguments.quiet,
     )

@@ -3,6 +3,7 @@
     ptq quantize MODEL --scheme w4 [--data DATA] [--output DIR]
     ptq quantize organization/model --recipe w4_best --data rows.jsonl
     ptq quantize MODEL --budget kl=0.01 [--target cpu|gpu|vllm] [--scheme a8w4c8]
+    ptq quantize MODEL --adapter FOLDER --scheme w4
 
 It is `ptq run` on the shipped recipe that does best by the scheme, or on the one that is named,
 with the model and the data put in. With a budget the bits of each group of layers are chosen: the
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.model,
         data=arguments.data,
         revision=arguments.revision,
+        adapter=arguments.adapter,
         given=[*_budget(arguments), *arguments.set],
     )
     recipe = arguments.recipe or (BUDGET if arguments.budget else recipe_of(arguments.scheme))
@@ -132,6 +134,11 @@ def parser() -> argparse.ArgumentParser:
         help="text to calibrate and to measure on, half of it each: a .jsonl, .json, .csv, .tsv, "
         ".parquet, .arrow or .txt file, a folder of them, or a name of `datasets`; of a table the "
         "column whose name or shape tells that it holds text or chats (default: Python code)",
+    )
+    made.add_argument(
+        "--adapter",
+        metavar="FOLDER",
+        help="a LoRA adapter of MODEL that PEFT saved: merged in first",
     )
     made.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     add_settings(made, output="default output/MODEL-SCHEME")

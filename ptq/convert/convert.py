@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from formats.adapters.factors import factors_document
 from formats.checkpoint.contents import is_foreign
 from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import Checkpoint
@@ -32,7 +33,7 @@ from formats.foreign.gptq import Version, gptq_config, gptq_layout, refuse_gptq
 from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import refuse_pickle
 from formats.foreign.paddle import paddle_tables
-from formats.gguf.locate import is_gguf, locate_source
+from formats.gguf.locate import is_gguf, locate_model, locate_source
 from formats.gguf.unpack import unpack
 from formats.lock import target_locked
 from formats.scheme import Scheme
@@ -41,7 +42,7 @@ from formats.stored.shards import ShardWriter
 from ptq.convert.conversion import Conversion, compare, parts, require_same, unquantized
 from ptq.convert.from_foreign import import_folder
 from ptq.convert.from_paddle import import_tables
-from ptq.convert.to_float import FLOATS, to_float
+from ptq.convert.to_float import FLOATS, merge_adapter, to_float
 from ptq.convert.to_gguf import to_gguf
 from ptq.version import version as own_version
 
@@ -55,6 +56,7 @@ def convert(
     *,
     tables: str | Path | None = None,
     dtype: str | None = None,
+    adapter: str | Path | None = None,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
@@ -63,11 +65,12 @@ def convert(
 
     Args:
         source: Folder of a quantized checkpoint, its name on the hub, or a .gguf file; with
-            `tables`, or for `gguf`, the folder of a float model, too.
+            `tables` or `adapter`, or for `gguf`, the folder of a float model, too.
         out: Folder to make; for `gguf` a file.
         target: One of `ptq.convert.TARGETS`.
         tables: Folder of PaddleNLP's tables of scales, for `compressed_tensors`.
         dtype: Type of the weights, for `float`; None for the one that config.json says.
+        adapter: Folder of a LoRA adapter to merge in, for `float`, or its name on the hub.
         force: Whether an existing `out` may be replaced.
         shard_bytes: Most bytes of one weight file.
         progress: Whether to show a bar.
@@ -78,9 +81,15 @@ def convert(
     """
     source, out = locate_source(source), Path(out)
     _check_paths(source, out)
-    _check_options(target, tables, dtype)
+    _check_options(target, tables=tables, dtype=dtype, adapter=adapter)
     _check_gguf(source, target, tables)
     with target_locked(out):
+        if adapter is not None:
+            source = locate_model(source, floats=True) if is_gguf(source) else source
+            config, quantization, *_ = read_config(source)
+            if quantization is not None:
+                _refuse_stored_merged(source, config)
+            return merge_adapter(source, adapter, out, dtype, force, shard_bytes, progress)
         return _convert(source, out, target, tables, dtype, force, shard_bytes, progress)
 
 
@@ -148,9 +157,13 @@ def _refuse_stored_merged(source: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_options(target: str, tables: str | Path | None, dtype: str | None) -> None:
-    for option, given, of in (("tables", tables, "compressed_tensors"), ("dtype", dtype, "float")):
-        if given is not None and target != of:
+def _check_options(
+    target: str, tables: str | Path | None, dtype: str | None, adapter: str | Path | None
+) -> None:
+    goes_with = {"tables": "compressed_tensors", "dtype": "float", "adapter": "float"}
+    given = {"tables": tables, "dtype": dtype, "adapter": adapter}
+    for option, of in goes_with.items():
+        if given[option] is not None and target != of:
             raise RequestError(f"--{option} goes with --to {of}, not with --to {target}")
     if dtype is not None and dtype not in FLOATS:
         raise RequestError(f"dtype: found {dtype!r}; allowed: {', '.join(FLOATS)}", "dtype")
@@ -242,6 +255,9 @@ def _write_documents(folder: Path, source: Checkpoint, quantization: dict[str, A
         documents[SETTINGS_FILES[0]] = quantization
     for name, value in documents.items():
         write_bytes(folder / name, (json.dumps(value, indent=2) + "\n").encode())
+    for name, data in factors_document(source.path).items():
+        (folder / name).parent.mkdir()
+        write_bytes(folder / name, data)
 
 
 def _verify(folder: Path, source: Checkpoint, progress: bool) -> float:

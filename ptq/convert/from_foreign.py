@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from formats.adapters.factors import factors_document
 from formats.checkpoint.native import only_here
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
@@ -80,7 +81,7 @@ def import_folder(
             scale = None if inputs is None else source.tensor(inputs)
             writer.add_linear(module, weight, dtype, input_scale=scale)
             rows += _entries(module, weight, layers[module], scale)
-        writer.finish(ScaleTable(entries=tuple(rows)))
+        writer.finish(ScaleTable(entries=tuple(rows)), factors_document(source.path))
     notes = _import_notes(source, quantization)
     return Conversion(modules=len(modules), scale_rounding=0.0, notes=notes)
 

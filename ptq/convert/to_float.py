@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from formats.adapters import Lora, read_lora
+from formats.adapters.factors import factors_document
+from formats.adapters.merge import write_merged
+from formats.adapters.settings import adapter_folder
 from formats.checkpoint.compressed_tensors import UnsupportedSchemeError
 from formats.checkpoint.contents import is_foreign
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.stated import StatedFolder
 from formats.checkpoint.write import CheckpointWriter
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, RequestError
 from formats.foreign.folder import ForeignFolder
 from formats.modeling.layers import embedding_name, head_name
 from formats.scale_table import ScaleTable
@@ -40,14 +44,16 @@ def to_float(
     force: bool,
     shard_bytes: int,
     progress: bool,
+    adapter: Path | None = None,
 ) -> Conversion:
     """Write a folder's weights in floating point; arguments as in `ptq.convert.convert.convert`.
 
     Raises:
-        CheckpointError: nothing is quantized, the type is not known, a weight does not fit it, or
-            a file is damaged.
+        CheckpointError: nothing is quantized, the type is not known, a weight does not fit it, a
+            file is damaged, or the adapter is not one of this model.
     """
     source, scheme, modules, read = _open(path)
+    lora = None if adapter is None else _adapter(adapter, source, path)
     key, dtype = _type(source.config, dtype)
     surplus, rounding = surplus_tensors(source, modules), 0.0
     with CheckpointWriter(
@@ -61,15 +67,62 @@ def to_float(
         for name, module in parts(source, modules, "Converting", progress):
             if module is None:
                 if name not in surplus:
-                    writer.add(name, source.tensor(name))
+                    writer.add(name, _merged(lora, name, source.tensor(name)))
                 continue
-            exact = read(module)
+            exact = read(module) if lora is None else lora.merged(module, read(module))
             weight = exact.to(FLOATS[dtype])
             rounding = max(rounding, _rounding(exact, weight))
             writer.add(f"{_stored_as(source, module)}.weight", weight)
-        writer.finish(ScaleTable(entries=()))
+        writer.finish(ScaleTable(entries=()), factors_document(path))
     notes = tuple(_notes(scheme, dtype, rounding))
     return Conversion(modules=len(modules), scale_rounding=rounding, notes=notes)
+
+
+def merge_adapter(
+    source: Path,
+    adapter: str | Path,
+    out: Path,
+    dtype: str | None,
+    force: bool,
+    shard_bytes: int,
+    progress: bool,
+) -> Conversion:
+    """A float model with an adapter merged in; weights that are floats keep their types.
+
+    Raises:
+        RequestError: a type is given, and the weights are floats already.
+        CheckpointError: as of `to_float`.
+    """
+    adapter, (_, quantization, own, *_) = adapter_folder(adapter), read_config(source)
+    note = f"The adapter {adapter} is part of its weights."
+    if quantization is not None or (own is not None and own.any):
+        done = to_float(source, out, dtype, force, shard_bytes, progress, adapter)
+        return done.model_copy(update={"notes": (*done.notes, note)})
+    if dtype is not None:
+        raise RequestError(
+            f"--dtype {dtype}: {source} is a float model, whose weights keep their types when an "
+            "adapter is merged in; leave --dtype out",
+            "dtype",
+        )
+    write_merged(source, adapter, out, force=force, shard_bytes=shard_bytes, progress=progress)
+    return Conversion(modules=0, scale_rounding=0.0, notes=(note,))
+
+
+def _adapter(adapter: Path, source: Source, path: Path) -> Lora:
+    if isinstance(source, Checkpoint):
+        return read_lora(adapter, source)
+    raise CheckpointError(
+        f"{path}: an adapter is not merged into weights of this layout. Make floats of them first, "
+        "without --adapter, and merge it into these"
+    )
+
+
+def _merged(lora: Lora | None, name: str, tensor: Tensor) -> Tensor:
+    """A tensor that is not quantized, with what an adapter adds to it."""
+    module, _, leaf = name.rpartition(".")
+    if lora is None or leaf != "weight" or module not in lora.modules:
+        return tensor
+    return lora.merged(module, tensor).to(tensor.dtype)
 
 
 def _stored_as(source: Source, module: str) -> str:

@@ -78,6 +78,7 @@ class RotationSpec(MethodSpec):
     stage: ClassVar = Stage.ROTATE
     needs_declaration: ClassVar[bool] = True
     fits_cache_alone: ClassVar[bool] = True
+    unmovable: ClassVar = "the method rotation turned what its layers read or write"
     name: Literal["rotation"] = "rotation"
     residual: bool = True
     """Turn the residual stream (R1). Unties a tied lm_head, which adds its bytes."""

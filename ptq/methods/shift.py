@@ -56,6 +56,7 @@ class ShiftSpec(MethodSpec):
 
     stage: ClassVar = Stage.SHIFT
     needs_declaration: ClassVar[bool] = True
+    unmovable: ClassVar = "the method shift centred its values, which is in the biases of o_proj"
     name: Literal["shift"] = "shift"
 
     def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:

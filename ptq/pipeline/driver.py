@@ -20,6 +20,7 @@ from torch import Tensor
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
+from formats.adapters.factors import read_factors
 from formats.checkpoint.write import CheckpointWriter
 from formats.command import bar, on_terminal, say
 from formats.errors import RecipeError
@@ -280,9 +281,16 @@ class _Driver:
             caches=self.plan.caches,
             ignore=self._ignored(),
             aux_files=self.model.auxiliary_files,
+            unmovable=self._unmovable(),
             force=force,
             shard_bytes=shard_bytes(elements),
         )
+
+    def _unmovable(self) -> str | None:
+        """Why adapters of the original model cannot follow what is done to it here, or was."""
+        reasons = (spec.unmovable for spec in self.recipe.methods)
+        before = read_factors(self.model.path).unmovable
+        return next((reason for reason in (before, *reasons) if reason is not None), None)
 
     def _keeps_sinks(self) -> bool:
         """Whether anything is stored that sink tokens do not share."""

@@ -13,12 +13,14 @@ from calibrate.observers import choose_absmax, clip_fraction
 from calibrate.roles import SINK_INPUT
 from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics
+from formats.adapters.factors import read_factors
 from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.kv_scales import LEAF
 from formats.checkpoint.write import CheckpointWriter
 from formats.families.family import LatentAttention
 from formats.pack import least_unit
 from formats.scale_table import Role, ScaleEntry
+from formats.stored.folder import INPUT_DIVISOR, OUTPUT_DIVISOR
 from formats.stored.weights import StoredWeight, scale_in_table, weight_tensors
 from kernels.numerics import TYPES, choose_scale, expand_scale
 from kernels.two_level import two_level
@@ -27,6 +29,8 @@ from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.stored_layers import stored_tensors
 from ptq.pipeline.measure import CACHES, cache_ratios
 from ptq.result import ModuleRow
+
+LEAVES = {"input": INPUT_DIVISOR, "output": OUTPUT_DIVISOR}
 
 
 def emit_rest(
@@ -149,6 +153,26 @@ def sink_tensors(work: BlockWork) -> tuple[dict[str, Tensor], list[ScaleEntry]]:
         )
         entries.append(entry)
     return tensors, entries
+
+
+def adapter_factors(checkpoint: FloatModel, work: BlockWork) -> dict[str, Tensor]:
+    """What a block's layers were divided by, fp32 on the host, where it is not all 1.
+
+    That is what `formats.adapters.factors` stores, with what the model itself had been divided by.
+    Experts, which no adapter runs on, are left out.
+    """
+    before, found = read_factors(checkpoint.path), dict[str, Tensor]()
+    for name, linear in work.block.linears.items():
+        if work.block.expert_of(name):
+            continue
+        outputs, inputs = linear.weight.shape
+        known = before.divisors(name, (outputs, inputs))
+        for role, divisor in zip(("input", "output"), known, strict=True):
+            now = work.rescaled.get((name, role))
+            factor = divisor if now is None else divisor * now.cpu().double()
+            if bool((factor != 1).any()):
+                found[f"{name}.{LEAVES[role]}"] = factor.float()
+    return found
 
 
 def _range_by(work: BlockWork, name: str) -> str:

@@ -29,6 +29,7 @@ from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.device import devices_of
 from ptq.pipeline.emit import (
+    adapter_factors,
     block_tensors,
     cache_tensors,
     layer_tensors,
@@ -243,7 +244,8 @@ class BlockSolver:
         beside, cached = cache_tensors(work, self.recipe.observers.kv_cache)
         entries += cached
         sinks, of_sinks = sink_tensors(work)
-        beside, entries = beside | sinks, entries + of_sinks
+        beside = beside | sinks | adapter_factors(self.model, work)
+        entries += of_sinks
         record = BlockRecord(
             entries=tuple(entries),
             events=(*work.events, *map(_clipping_event, filter(_clips_much, entries))),

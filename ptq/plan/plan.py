@@ -149,14 +149,18 @@ def plan_recipe(loaded: LoadedRecipe, *, force: bool = False, solves: bool = Tru
 
     Raises:
         CheckpointError: the model cannot be had.
-        RecipeError: also where its files are damaged, or are no model's.
+        RecipeError: also where its files are damaged, or are no model's, or an adapter is of
+            another.
     """
     recipe = loaded.pinned().recipe
-    folder = recipe.model.folder
+    at = preflight.MODEL
+    folder = recipe.model.base
     try:
+        if recipe.model.adapter is not None:
+            at = preflight.ADAPTER
+            folder = recipe.model.folder
         checkpoint = Checkpoint.open(folder)
     except CheckpointError as error:
-        at = preflight.MODEL
         raise recipe_error([Problem(loaded.where(at), at, str(error))]) from error
     return build_plan(recipe, checkpoint, loaded.where, force=force, solves=solves)
 

@@ -49,6 +49,7 @@ from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
 
 MODEL: Key = ("model", "path")
+ADAPTER: Key = ("model", "adapter")
 
 
 def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -28,15 +28,22 @@ from formats.errors import CheckpointError, suggestion
 from formats.families.registry import find_family, is_causal_lm, unsupported
 from formats.gguf.locate import is_gguf
 from formats.hub import find_model, is_hub_id, near_folder
+from formats.namespace import later
 from formats.scheme import PRESETS
 from formats.stored.folder import read_config
 from ptq.methods.registry import METHODS
 from ptq.recipe.problems import MISSING, Origin, Problem, Where, child, describe, recipe_error
 from ptq.recipe.strict_yaml import Key, parse
 
+if TYPE_CHECKING:
+    from formats.adapters import settings as adapters
+else:
+    adapters = later("formats.adapters.settings")
+
 M = TypeVar("M", bound=BaseModel)
 PATHS = (
     ("model", "path"),
+    ("model", "adapter"),
     ("output", "path"),
     ("dataset", "name"),
     ("dataset", "evaluation_name"),
@@ -132,9 +139,10 @@ class Draft:
                 item["python"] = os.path.normpath(base / Path(item["python"]).expanduser())
 
     def check_model(self) -> None:
-        """Note a problem where the model's folder is none, or has a revision."""
+        """Note a problem where the model's folder is none, or has a revision; or its adapter."""
         model = self.data.get("model")
         path = model.get("path") if isinstance(model, dict) else None
+        self._check_adapter(model.get("adapter") if isinstance(model, dict) else None)
         if not isinstance(model, dict) or not isinstance(path, str) or is_hub_id(path):
             return
         if model.get("revision") is not None:
@@ -145,6 +153,15 @@ class Draft:
         fault = _unsupported(Path(path)) if Path(path).is_dir() else self._no_model(Path(path))
         if fault is not None:
             self.problems.append(self.at(("model", "path"), fault))
+
+    def _check_adapter(self, path: Any) -> None:
+        """Note a problem where a folder is that of no adapter which can be merged."""
+        if not isinstance(path, str) or is_hub_id(path):
+            return
+        try:
+            adapters.read_settings(adapters.adapter_folder(path))
+        except CheckpointError as error:
+            self.problems.append(self.at(("model", "adapter"), str(error)))
 
     def _no_model(self, path: Path) -> str:
         if path.is_file():

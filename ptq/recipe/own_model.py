@@ -68,6 +68,7 @@ def settings_for(
     *,
     data: str | Path | None = None,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     given: Sequence[str] = (),
 ) -> list[str]:
     """What to override in a shipped recipe, so that it quantizes this model on this text.
@@ -77,6 +78,7 @@ def settings_for(
         data: Text to calibrate on and to evaluate with: a file, a folder or a name that `datasets`
             knows; half of its documents serve each. Default the recipe's.
         revision: Branch, tag or commit of a model on the hub.
+        adapter: Folder of a LoRA adapter to merge in first, or its name on the hub.
         given: Overrides of the user's own, which go over these.
 
     Returns:
@@ -87,6 +89,7 @@ def settings_for(
     """
     settings = {"model.path": str(model)} if model is not None else {}
     settings |= {"model.revision": revision} if revision is not None else {}
+    settings |= {"model.adapter": str(adapter)} if adapter is not None else {}
     settings |= {"dataset.name": str(data)} if data is not None else {}
     asked = any(text.startswith(("dataset.column", "dataset.messages_column")) for text in given)
     if data is not None and not asked and (path := Path(data).expanduser()).exists():

@@ -34,8 +34,9 @@ def resolved_yaml(recipe: Recipe) -> str:
         del data["layers"]
     if recipe.budget is None:
         del data["budget"]
-    if recipe.model.revision is None:
-        del data["model"]["revision"]
+    for key in ("revision", "adapter"):
+        if data["model"][key] is None:
+            del data["model"][key]
     return RESOLVED + dump(data)
 
 

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -52,12 +52,20 @@ from formats.checkpoint.targets import is_ignored
 from formats.families.names import is_weight_only
 from formats.gguf.locate import locate_model
 from formats.hub import find_model
+from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme, Strict
 from formats.stored.folder import MOST_SINKS
 from ptq.methods.registry import AnyMethod
 from ptq.recipe.budget import BudgetSpec
 from ptq.recipe.method_list import method_fault
 from ptq.recipe.peers import PeerChoice
+
+if TYPE_CHECKING:
+    from formats.adapters import merge
+    from formats.adapters import settings as adapters
+else:
+    adapters = later("formats.adapters.settings")
+    merge = later("formats.adapters.merge")
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -90,9 +98,13 @@ class ModelSpec(Strict):
     """Branch, tag or commit of a model on the hub; default its main branch. A run writes down the
     commit that it used.
     """
+    adapter: Path | None = None
+    """Folder of a LoRA adapter as PEFT saves it, or its name on the hub: it is merged into the
+    weights before anything else, so that the original of the run is the merged model.
+    """
 
     @property
-    def folder(self) -> Path:
+    def base(self) -> Path:
         """The local folder; one of the hub is downloaded first, once in a process.
 
         Raises:
@@ -101,9 +113,20 @@ class ModelSpec(Strict):
         return locate_model(self.path, self.revision, floats=True)
 
     @property
+    def folder(self) -> Path:
+        """`base`, or that of the model with the adapter merged in, made when first asked for.
+
+        Raises:
+            CheckpointError: as of `base`, or the adapter is not one of it.
+        """
+        base = self.base
+        return base if self.adapter is None else merge.merged_folder(base, self.adapter)
+
+    @property
     def told(self) -> str:
         """For a reader: the path, or the name on the hub with what is known of the revision."""
-        return str(self.path) if self.revision is None else f"{self.path} ({self.revision})"
+        text = str(self.path) if self.revision is None else f"{self.path} ({self.revision})"
+        return text if self.adapter is None else f"{text} with the adapter {self.adapter}"
 
     def pinned(self) -> ModelSpec:
         """The same model for good: an absolute path, or the commit that is on the hub now.
@@ -111,11 +134,14 @@ class ModelSpec(Strict):
         Raises:
             CheckpointError: there is no such model, or it cannot be had.
         """
+        adapter = self.adapter
+        if adapter is not None:
+            adapter = adapters.adapter_folder(adapter).absolute()  # of the hub: the commit's
         if self.path.is_absolute():
-            return self
+            return self.model_copy(update={"adapter": adapter})
         if self.revision is None and (found := find_model(self.path)) is not None:
-            return ModelSpec(path=found.absolute())
-        return ModelSpec(path=self.path, revision=self.folder.name)
+            return ModelSpec(path=found.absolute(), adapter=adapter)
+        return ModelSpec(path=self.path, revision=self.base.name, adapter=adapter)
 
 
 class ObserversSpec(Strict):

@@ -35,6 +35,7 @@ class EngineFleet:
         self.engines, self._prefix_cache = tuple(engines), prefix_cache
         self._info: EngineInfo | None = None
         self._routes: Router | None = None
+        self._setting = asyncio.Lock()  # of adapters: one change after the other
 
     @property
     def state(self) -> State:
@@ -77,6 +78,22 @@ class EngineFleet:
                 device=_together([one.device for one in each]),
             )
         return self._info
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Folders of the adapters that requests may name: what all engines that live have loaded.
+
+        Raises:
+            Unavailable: they are loading, or dead.
+        """
+        if not self._living:
+            raise self._all_dead()
+        first, *others = [engine.adapters for engine in self._living]
+        return {name: path for name, path in first.items() if all(name in own for own in others)}
+
+    @property
+    def _living(self) -> list[EngineClient]:
+        return [engine for engine in self.engines if engine.state != "dead"]
 
     @property
     def in_flight(self) -> int:
@@ -128,33 +145,53 @@ class EngineFleet:
             RequestError, Overloaded, Unavailable: as `EngineClient.submit`; the queue is full where
                 that of each engine is.
         """
-        engine, route = self._route(prompt, reuse=params.prompt_logprobs is None)
+        reuse = params.prompt_logprobs is None
+        engine, route = self._route(prompt, params.adapter, reuse=reuse)
         return engine.submit(prompt, params, route.new_tokens)
 
     async def beam(self, prompt: Sequence[int], params: BeamParams) -> list[Hypothesis]:
         """Search for the likeliest continuations; as `EngineClient.beam`."""
-        engine, route = self._route(prompt)
+        engine, route = self._route(prompt, params.adapter)
         return await engine.beam(prompt, params, route.new_tokens)
+
+    async def set_adapter(self, adapter: str, path: str | None) -> None:
+        """Load or unload an adapter at all engines; where one refuses, it is undone at the others.
+
+        Raises:
+            RequestError, Unavailable: as `EngineClient.set_adapter`.
+        """
+        async with self._setting:
+            before, engines = self.adapters.get(adapter), self._living
+            work = [engine.set_adapter(adapter, path) for engine in engines]
+            done = await asyncio.gather(*work, return_exceptions=True)
+            pairs = list(zip(engines, done, strict=True))
+            faults = [found for engine, found in pairs if found and engine.state != "dead"]
+            if faults:
+                changed = [engine for engine, found in pairs if not found]
+                undo = [engine.set_adapter(adapter, before) for engine in changed]
+                await asyncio.gather(*undo, return_exceptions=True)
+                raise faults[0]
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests; wait until all have ended, and end them after so many seconds."""
         await asyncio.gather(*(engine.drain(seconds) for engine in self.engines))
 
-    def _route(self, prompt: Sequence[int], *, reuse: bool = True) -> tuple[EngineClient, Route]:
+    def _all_dead(self) -> Unavailable:
+        return Unavailable(f"the engines are dead: {self.reason}")
+
+    def _route(
+        self, prompt: Sequence[int], adapter: str | None, *, reuse: bool = True
+    ) -> tuple[EngineClient, Route]:
         """The engine for a prompt; raise where none may take it."""
         info = self.info
         if self.state == "dead":
-            raise Unavailable(f"the engines are dead: {self.reason}")
+            raise self._all_dead()
         if self._routes is None:
             blocks = [each.info.kv_blocks if self._prefix_cache else 0 for each in self.engines]
             self._routes = Router(blocks, info.block_size)
-        for engine in self.engines:
-            if engine.state != "dead":
-                engine.check(prompt)  # before it is remembered as sent
-                break
-        route = self._routes.choose(
-            prompt, [_load(engine, len(prompt)) for engine in self.engines], reuse=reuse
-        )
+        self._living[0].check(prompt)  # before it is remembered as sent
+        loads = [_load(engine, len(prompt)) for engine in self.engines]
+        route = self._routes.choose(prompt, loads, reuse=reuse, adapter=adapter)
         return self.engines[route.engine], route
 
     def _log(self, losses: Sequence[str]) -> None:

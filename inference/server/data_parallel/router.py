@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
-def block_hashes(tokens: Sequence[int], block: int) -> list[int]:
+def block_hashes(tokens: Sequence[int], block: int, adapter: str | None = None) -> list[int]:
     """A hash for each whole block of a prompt that stands for it and all tokens before it.
 
     The last token is left out, as the cache does: an engine computes at least one.
@@ -31,8 +31,9 @@ def block_hashes(tokens: Sequence[int], block: int) -> list[int]:
     Args:
         tokens: The prompt.
         block: Tokens of a block.
+        adapter: What it runs with; what is computed with another, or without, is not its own.
     """
-    data, hashes, before = array("q", tokens), [], 0
+    data, hashes, before = array("q", tokens), [], hash(adapter)
     for start in range(0, (len(data) - 1) // block * block, block):
         before = hash((before, data[start : start + block].tobytes()))
         hashes.append(before)
@@ -132,7 +133,12 @@ class Router:
         self.routed = [Routed() for _ in blocks]
 
     def choose(
-        self, prompt: Sequence[int], loads: Sequence[Load | None], *, reuse: bool = True
+        self,
+        prompt: Sequence[int],
+        loads: Sequence[Load | None],
+        *,
+        reuse: bool = True,
+        adapter: str | None = None,
     ) -> Route:
         """The engine for a prompt, which is remembered as sent there.
 
@@ -143,8 +149,9 @@ class Router:
             prompt: Token ids.
             loads: Of each engine; None of one that takes nothing. One at least is there.
             reuse: Whether the request takes what the cache holds.
+            adapter: What it runs with.
         """
-        hashes = block_hashes(prompt, self._block)
+        hashes = block_hashes(prompt, self._block, adapter)
         best: tuple[tuple[bool, bool, int, int, int], Route] | None = None
         for engine, load in enumerate(loads):
             if load is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import NoReturn
 
-from formats.errors import EngineEndedError, EngineError, RequestError
+from formats.errors import EngineEndedError, EngineError, PTQError, RequestError
 from inference.beam_search import BeamSearch
 from inference.engine import Engine
 from inference.requests.request import StepResult
@@ -16,14 +16,15 @@ from inference.scheduling.active import NOT_FINITE
 from inference.server.engine.channel import Channel
 from inference.server.messages import (
     Abort,
+    AdapterSet,
     BeamDone,
     EngineInfo,
     EngineStats,
     Failed,
     Ready,
     Refused,
+    SetAdapter,
     Step,
-    Submit,
     SubmitBeam,
     ToEngine,
 )
@@ -74,7 +75,9 @@ class EngineLoop:
             for name in message.names:
                 self._abort(name)
             return
-        assert isinstance(message, (Submit, SubmitBeam))
+        if isinstance(message, SetAdapter):
+            self._set_adapter(message)
+            return
         name, prompt = message.name, message.prompt
         try:
             if isinstance(message, SubmitBeam):
@@ -91,6 +94,19 @@ class EngineLoop:
         elif name in self._names:
             self._names.remove(name)
             self._engine.abort(name)
+
+    def _set_adapter(self, message: SetAdapter) -> None:
+        try:
+            if message.path is None:
+                self._engine.unload_adapter(message.adapter)
+            else:
+                self._engine.load_adapter(message.adapter, message.path)
+        except EngineEndedError:
+            raise
+        except PTQError as error:
+            self._channel.send(Refused(message.name, str(error)))
+        else:
+            self._channel.send(AdapterSet(message.name, adapters_of(self._engine)))
 
     def _step(self) -> None:
         try:
@@ -185,6 +201,11 @@ def _of_the_device(error: EngineError) -> bool:
     return "out of memory" not in message and any(fault in message for fault in DEVICE_FAULTS)
 
 
+def adapters_of(engine: Engine) -> dict[str, str]:
+    """The folders of the adapters that are loaded, by name."""
+    return {name: str(path) for name, path in engine.adapters.items()}
+
+
 def describe(engine: Engine) -> EngineInfo:
     """What the HTTP process learns of an engine."""
     sizes, pool = engine.config, engine.pools[0]
@@ -205,4 +226,5 @@ def describe(engine: Engine) -> EngineInfo:
         pid=os.getpid(),
         end_tokens=engine.end_tokens,
         speculates=engine.speculation is not None,
+        adapters=adapters_of(engine),
     )

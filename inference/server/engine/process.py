@@ -13,8 +13,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,7 @@ class EngineSource:
         device: Where it runs: cpu, cuda or cuda:N.
         cores: Numbers of the CPU's cores that it may use; None for all.
         gpus: The GPUs that it sees, as CUDA_VISIBLE_DEVICES has them; None for all.
+        adapters: Folders of adapters that it loads, too, by name.
     """
 
     folder: Path
@@ -57,6 +58,7 @@ class EngineSource:
     device: str = "cpu"
     cores: tuple[int, ...] | None = None
     gpus: tuple[str, ...] | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 class EngineProcess:
@@ -172,7 +174,7 @@ def _serve(channel: Channel, source: EngineSource) -> None:
     if source.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(source.gpus)  # before CUDA starts
     engine = engines.Engine.from_pretrained(
-        source.folder, config=source.config, device=source.device
+        source.folder, config=source.config, device=source.device, adapters=source.adapters
     )
     engine.warm_up()
     gc.collect()

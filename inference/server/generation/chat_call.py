@@ -93,9 +93,12 @@ class ChatCall:
         room = served.check_length(len(prompt), "messages")
         most = body.max_completion_tokens or body.max_tokens or room
         self.top = (body.top_logprobs or 0) if body.logprobs else None
-        constraint = tools and tools.constraint
         self._params = sampling_params(
-            body, min(most, room), logprobs=self.top, constraint=constraint
+            body,
+            min(most, room),
+            logprobs=self.top,
+            constraint=tools and tools.constraint,
+            adapter=served.check_model(body.model),
         )
         self.usage = Usage(len(prompt), speculates=served.client.info.speculates)
 

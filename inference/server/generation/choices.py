@@ -193,6 +193,7 @@ async def beam_answers(
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
+            adapter=served.check_model(body.model),
             **values,
         )
         for most in max_tokens

@@ -21,6 +21,7 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     constraint: Constraint | None = None,
+    adapter: str | None = None,
 ) -> SamplingParams:
     """How the first answer is decoded; what the body leaves out is as OpenAI has it.
 
@@ -30,6 +31,7 @@ def sampling_params(
         logprobs: How many log probabilities are needed.
         prompt_logprobs: And of the prompt.
         constraint: What the text must match, where it is not `response_format` that says so.
+        adapter: Name of the adapter that the body's model is, if it is one.
 
     Raises:
         RequestError: a value is not allowed; `param` names the field.
@@ -57,6 +59,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         constraint=constraint or constraint_of(body.response_format),
         reference="" if body.prediction is None else body.prediction.text,
+        adapter=adapter,
     )
 
 

@@ -213,15 +213,21 @@ class ServedModel:
         """What `work` gives, done in the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def check_model(self, name: str | None) -> None:
-        """Check the name of a model.
+    def check_model(self, name: str | None) -> str | None:
+        """The adapter that is meant by the name of a model; None for the model itself.
 
         Raises:
-            ApiError: 404: it is not the one that is served.
+            ApiError: 404: it is not served.
+            Unavailable: the model is loading, so that its adapters are not known.
         """
-        if name not in (None, self.settings.model, *self.settings.aliases):
-            message = f"model: there is no {name!r}; this server has {self.settings.model!r}"
+        if name is None or name in self.settings.names:
+            return None
+        adapters = self.client.adapters
+        if name not in adapters:
+            known = " and ".join(map(repr, (self.settings.model, *adapters)))
+            message = f"model: there is no {name!r}; this server has {known}"
             raise ApiError(404, message, "model", "model_not_found")
+        return name
 
     def encode(self, prompt: str | Sequence[int], special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; for the tokenizer's thread.

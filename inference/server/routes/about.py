@@ -19,15 +19,17 @@ REASONS = {
 }
 
 
-def _model(served: ServedModel, name: str) -> dict[str, Any]:
-    info = served.client.info
+def describe_model(served: ServedModel, name: str) -> dict[str, Any]:
+    """The model, or an adapter with it as its parent, as `/v1/models` tells it."""
+    info, base = served.client.info, served.settings.model
+    folder = None if name in served.settings.names else served.client.adapters[name]
     return {
         "id": name,
         "object": "model",
         "created": served.settings.created,
         "owned_by": "ptq",
-        "root": served.settings.model,
-        "parent": None,
+        "root": base if folder is None else folder,
+        "parent": None if folder is None else base,
         "max_model_len": info.max_model_len,
         "quantization": info.quantization,
         "kv_cache": info.kv_cache,
@@ -37,15 +39,15 @@ def _model(served: ServedModel, name: str) -> dict[str, Any]:
 
 async def models(request: Request, served: ServedModel) -> Response:
     """Answer `GET /v1/models`."""
-    names = (served.settings.model, *served.settings.aliases)
-    return Json({"object": "list", "data": [_model(served, name) for name in names]})
+    names = (*served.settings.names, *served.client.adapters)
+    return Json({"object": "list", "data": [describe_model(served, name) for name in names]})
 
 
 async def model(request: Request, served: ServedModel) -> Response:
     """Answer `GET /v1/models/{id}`."""
     name = request.path_params["model"]
     served.check_model(name)
-    return Json(_model(served, name))
+    return Json(describe_model(served, name))
 
 
 async def health(request: Request, served: ServedModel) -> Response:

@@ -99,8 +99,11 @@ class Completion:
         compared = 0 if self._each > self._n else None
         wanted = compared if body.logprobs is None else body.logprobs
         echoed = body.logprobs if body.echo else None
+        adapter = served.check_model(body.model)
         self._params = [
-            sampling_params(body, min(most, room), logprobs=wanted, prompt_logprobs=echoed)
+            sampling_params(
+                body, min(most, room), logprobs=wanted, prompt_logprobs=echoed, adapter=adapter
+            )
             for room in rooms
         ]
         speculates = served.client.info.speculates

@@ -124,7 +124,7 @@ class GenerationBody(Body):
     """Fields that completions and chats share; those from `top_k` on are not OpenAI's.
 
     Attributes:
-        model: A name of the model; default the one that is served.
+        model: A name of the model, or of an adapter; default the model that is served.
         n: Answers to each prompt.
         stream: Answer with server-sent events.
         stream_options: What the stream tells beside.

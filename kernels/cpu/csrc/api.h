@@ -198,6 +198,20 @@ struct FeedbackTile {
   int32_t mantissa, exponent;  // bits, and of the smallest normal one; mantissa -1: whole numbers
 };
 
+// An adapter of a linear layer, y += B (A x); layers that were merged have a part each. See lora.h.
+// A is held as [rank / 4, inputs / 16, 4, 16], filled up with zeros, and B, transposed, likewise.
+struct LoraPart {
+  const void *a, *b;
+  int64_t rank, first, outputs;  // first: of the merged layer's outputs
+  int64_t format;                // kF32 or kBF16, of both
+};
+struct Lora {
+  const LoraPart* parts;
+  int64_t count, inputs;
+};
+constexpr int64_t kLoraRanks = 4, kLoraRun = 16;
+constexpr int kLoraRows = 16;  // that go through one together
+
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
 
 // The functions of one instruction set. Each is called by all threads of a team; the caller puts
@@ -212,6 +226,8 @@ struct Kernels {
                    int64_t columns, int64_t x_stride, int64_t y_stride, const Team&);
   void (*gated_product)(const float* gate, const float* up, float* y, int64_t rows,
                         int64_t columns, int64_t in_stride, int64_t y_stride, Activation, const Team&);
+  // Rows with the same adapter, at most kLoraRows of them, by one thread.
+  void (*lora)(const Lora&, const float* const* x, float* const* y, int rows);
   void (*softcap)(const float* x, float bound, float* y, int64_t count, const Team&);
   void (*rope)(const float* x, const float* cos, const float* sin, float* y, int64_t rows,
                int64_t heads, int64_t dim, int64_t x_stride, int64_t y_stride, const Team&);

@@ -17,6 +17,7 @@
 
 #include <string.h>
 
+#include "lora_rows.h"
 #include "rows.h"
 
 namespace ptq {
@@ -105,7 +106,7 @@ class StepRunner {
     embed();
     for (int64_t i = 0; i < d_.layers; i++) {
       tap(i);
-      block(d_.blocks[i]);
+      block(d_.blocks[i], s_.adapters == nullptr ? nullptr : s_.loras + i * kAdapted);
     }
     tap(d_.layers);
     if (s_.wanted > 0) logits();  // else prompts that go on
@@ -138,21 +139,24 @@ class StepRunner {
         memcpy(s_.hidden + (t * s_.tapped + i) * d_.hidden, b_.x + t * d_.hidden, d_.hidden * 4);
   }
 
-  void block(const Block& block) {
+  // `loras`: those of this block in the first slot, or null where no token has an adapter.
+  void block(const Block& block, const Lora* loras) {
     const int64_t q_size = d_.heads * d_.dim, kv_size = d_.kv_heads * d_.dim;
     const float* read = normed(block.before_attention, block.qkv);
     linear(block.qkv, read, s_.tokens, d_.hidden, b_.qkv, q_size + 2 * kv_size, false);
+    adapt(loras, kQkv, read, d_.hidden, b_.qkv, q_size + 2 * kv_size);
     for (int64_t t = tokens_.begin; t < tokens_.end; t++) cache(block, t);
     attend(block);
-    added(block.o, b_.attended, q_size, block.after_attention);
+    added(block.o, b_.attended, q_size, block.after_attention, loras, kO);
     read = normed(block.before_feed_forward, block.gate_up);
     linear(block.gate_up, read, s_.tokens, d_.hidden, b_.gate_up, 2 * d_.intermediate, false);
+    adapt(loras, kGateUp, read, d_.hidden, b_.gate_up, 2 * d_.intermediate);
     for (int64_t t = tokens_.begin; t < tokens_.end; t++) {
       const float* gate = b_.gate_up + t * 2 * d_.intermediate;
       kernels_.gated_product(gate, gate + d_.intermediate, b_.product + t * d_.intermediate, 1,
                              d_.intermediate, 0, 0, (Activation)d_.activation, solo_);
     }
-    added(block.down, b_.product, d_.intermediate, block.after_feed_forward);
+    added(block.down, b_.product, d_.intermediate, block.after_feed_forward, loras, kDown);
   }
 
   // norm(x), or x where there is no norm, quantized as `next` wants it.
@@ -171,11 +175,14 @@ class StepRunner {
   }
 
   // x = x + norm(layer(rows)), or x + layer(rows) where there is no norm.
-  void added(const Layer& layer, const float* rows, int64_t inputs, const float* weight) {
+  void added(const Layer& layer, const float* rows, int64_t inputs, const float* weight,
+             const Lora* loras, Adapted which) {
     prepare(layer, rows, inputs);
-    if (weight == nullptr) return linear(layer, rows, s_.tokens, inputs, b_.x, d_.hidden, true);
+    if (weight == nullptr && loras == nullptr)
+      return linear(layer, rows, s_.tokens, inputs, b_.x, d_.hidden, true);
     linear(layer, rows, s_.tokens, inputs, b_.h, d_.hidden, false);
-    norm(b_.h, weight);
+    adapt(loras, which, rows, inputs, b_.h, d_.hidden);
+    if (weight != nullptr) norm(b_.h, weight);
     for (int64_t i = tokens_.begin * d_.hidden; i < tokens_.end * d_.hidden; i++)
       b_.x[i] = b_.x[i] + b_.h[i];
   }
@@ -237,6 +244,14 @@ class StepRunner {
     team_.barrier();
     kernels_.linear(args, team_);
     team_.barrier();
+  }
+
+  // y += what adapters make of x, of this thread's tokens.
+  void adapt(const Lora* loras, Adapted which, const float* x, int64_t inputs, float* y,
+             int64_t outputs) {
+    if (loras != nullptr)
+      add_loras(kernels_, loras + which, d_.layers * kAdapted, s_.adapters, tokens_, x, inputs, y,
+                outputs);
   }
 
   // Norm and rotation of a token's q and k, in place, and its way into the cache.

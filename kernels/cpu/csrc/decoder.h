@@ -8,6 +8,9 @@ namespace ptq {
 constexpr int32_t kPackedRows = -1;  // an embedding's format: rows of a packed weight
 enum InputKind : int32_t { kInputFloat = 0, kInputI8 = 1, kInputF8 = 2 };
 
+// The linear layers of a block that adapters add to, in this order.
+enum Adapted : int64_t { kQkv = 0, kO = 1, kGateUp = 2, kDown = 3, kAdapted = 4 };
+
 // A linear layer and how its input is quantized (scale: a static one, or null; sink_scale: of rows
 // of sink tokens, or null where they have the same; group as in QuantizeArgs).
 struct Layer {
@@ -61,6 +64,8 @@ struct Step {
   const int64_t* taps;  // [tapped]: blocks whose input is told; `layers` for the last one's output
   float* hidden;        // [tokens, tapped, hidden]
   int64_t tapped;
+  const int64_t* adapters;  // [tokens]: slot of each token's adapter, negative for none; or null
+  const Lora* loras;        // [slots, layers, kAdapted]
 };
 
 int64_t decoder_partials(const Kernels& kernels, const Decoder& decoder, const Step& step,

@@ -11,6 +11,7 @@
 #endif
 
 #include "decoder.h"
+#include "lora_rows.h"
 #include "rows.h"
 
 #define PTQ_EXPORT extern "C" __attribute__((visibility("default")))
@@ -121,6 +122,14 @@ PTQ_EXPORT void ptq_gated_product(const float* gate, const float* up, float* y, 
   together(threads, [&](const Team& team) {
     chosen->gated_product(gate, up, y, rows, columns, stride, columns, (Activation)activation,
                           team);
+  });
+}
+// Adds to rows y what adapters make of rows x: that of row i is loras[slots[i] * apart]; none where the
+// slot is negative.
+PTQ_EXPORT void ptq_lora(const Lora* loras, int64_t apart, const int64_t* slots, const float* x,
+                         float* y, int64_t rows, int64_t x_stride, int64_t y_stride, int threads) {
+  together(threads, [&](const Team& team) {
+    add_loras(*chosen, loras, apart, slots, share(rows, team), x, x_stride, y, y_stride);
   });
 }
 PTQ_EXPORT void ptq_softcap(const float* x, float bound, float* y, int64_t count, int threads) {

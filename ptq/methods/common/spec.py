@@ -99,12 +99,15 @@ class MethodSpec(Strict):
         stage: Its place in a recipe's list.
         fits_cache_alone: Whether it is of use where nothing but the cache is quantized.
         needs_declaration: Whether it must know what each layer is, as a declared family tells.
+        unmovable: Why adapters of the original model cannot follow what it does; None where they
+            can, by the factors that it gives `BlockWork.divide`.
     """
 
     name: str
     stage: ClassVar[Stage]
     fits_cache_alone: ClassVar[bool] = False
     needs_declaration: ClassVar[bool] = False
+    unmovable: ClassVar[str | None] = None
 
     @property
     def smooths(self) -> tuple[SmoothingKind, ...]:

@@ -12,6 +12,7 @@ from inference.requests.request import SamplingParams
 from inference.server.engine_client import EngineClient
 from inference.server.messages import (
     Abort,
+    AdapterSet,
     BeamDone,
     Dead,
     EngineInfo,
@@ -19,6 +20,7 @@ from inference.server.messages import (
     Failed,
     Ready,
     Refused,
+    SetAdapter,
     Step,
     Submit,
     SubmitBeam,
@@ -37,8 +39,8 @@ Answer = Callable[[Sequence[int], SamplingParams], Sequence[int]]
 
 
 def counting(prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
-    """Tokens without an end that depend on the prompt and the seed alone: all letters."""
-    start = sum(prompt) + (params.seed or 0)
+    """Tokens without an end that depend on prompt, seed and adapter alone: all letters."""
+    start = sum(prompt) + (params.seed or 0) + sum(map(ord, params.adapter or ""))
     return [65 + (start + i) % 26 for i in range(params.max_tokens)]
 
 
@@ -58,7 +60,7 @@ class FakeEngine:
         answer: The tokens of a request; shorter than its `max_tokens`, they end with reason `stop`
             and must hold the end token.
         delay: Seconds of a step.
-        refuse: (message, param) where every request is refused.
+        refuse: (message, param) where every request, and every adapter, is refused.
         hold: Give no tokens while it is set.
         together: Tokens of each request in a step, as where drafts come.
         drafts: Drafts of each request in a step, of which all its tokens but the last come.
@@ -81,6 +83,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.client = EngineClient(self._receive, self.limits)
         self._requests: dict[str, _Running] = {}
+        self._adapters = dict(self.info.adapters)
         self._task: asyncio.Task[None] | None = None
         if self.warm:
             self.start()
@@ -126,12 +129,26 @@ class FakeEngine:
         elif isinstance(message, Abort):
             for name in message.names:
                 self._requests.pop(name, None)
+        elif isinstance(message, SetAdapter):
+            if not self.hold:
+                asyncio.get_running_loop().call_soon(self.client.take, self._set(message))
         else:
             assert isinstance(message, SubmitBeam)
-            tokens = tuple(counting(message.prompt, SamplingParams(max_tokens=3)))
+            params = SamplingParams(max_tokens=3, adapter=message.params.adapter)
+            tokens = tuple(counting(message.prompt, params))
             found = [Hypothesis(tokens, -1.0, -3.0, "length", self._all(tokens, message.params))]
             done = BeamDone(message.name, found * message.params.n)
             asyncio.get_running_loop().call_soon(self.client.take, done)
+
+    def _set(self, message: SetAdapter) -> AdapterSet | Refused:
+        if self.refuse is not None:
+            return Refused(message.name, *self.refuse)
+        if (message.adapter in self._adapters) == (message.path is not None):
+            return Refused(message.name, f"adapter: found {message.adapter!r}")
+        self._adapters.pop(message.adapter, None)
+        if message.path is not None:
+            self._adapters[message.adapter] = message.path
+        return AdapterSet(message.name, dict(self._adapters))
 
     async def _run(self) -> None:
         while self._requests:

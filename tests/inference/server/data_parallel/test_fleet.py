@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from formats.errors import RequestError
 from inference.requests.request import SamplingParams
 from inference.server.data_parallel.fleet import EngineFleet
 from inference.server.engine_client import Overloaded, Unavailable
@@ -125,6 +126,40 @@ def test_the_queue_is_full_where_both_are():
         assert sum(engine.client.measures.overloaded for engine in fleet.each) == 1
 
     asyncio.run(run())
+
+
+def test_adapters_are_loaded_by_all_or_none():
+    async def run():
+        fleet = FakeFleet()
+        client, (first, second) = fleet.client, fleet.each
+        await client.set_adapter("sql", "adapters/sql")
+        assert client.adapters == {"sql": "adapters/sql"}
+        second.refuse = "adapter: its rank is too large", None
+        with pytest.raises(RequestError, match="its rank"):
+            await client.set_adapter("poet", "adapters/poet")
+        with pytest.raises(RequestError, match="its rank"):
+            await client.set_adapter("sql", None)  # the first loads it again
+        for engine in fleet.each:
+            assert engine.client.adapters == {"sql": "adapters/sql"}
+        second.die()
+        await client.set_adapter("poet", "adapters/poet")
+        assert {*client.adapters} == {"sql", "poet"}
+        first.die()
+        with pytest.raises(Unavailable, match="engines are dead"):
+            await client.set_adapter("poet", None)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_is_known_where_it_ran_with_its_adapter():
+    async def run():
+        fleet = FakeFleet()
+        await fleet.client.set_adapter("sql", "adapters/sql")
+        for adapter in (None, "sql", None, "sql"):
+            assert await read(fleet, LONG, SamplingParams(max_tokens=3, adapter=adapter))
+        return [dict(each) for each in fleet.client.routed]
+
+    assert asyncio.run(run()) == [{"load": 1, "prefix": 1}, {"load": 1, "prefix": 1}]
 
 
 def test_health_and_metrics_tell_each_engine():

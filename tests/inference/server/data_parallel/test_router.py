@@ -94,6 +94,7 @@ def test_a_block_stands_for_all_before_it():
     hashes = block_hashes([1, 2, 3, 4, 5, 6, 7, 8, 9], BLOCK)
     assert len(hashes) == 2
     assert len(block_hashes([1, 2, 3, 4], BLOCK)) == 0  # its last token is computed anyway
+    assert {*block_hashes(range(9), BLOCK, "sql")}.isdisjoint(block_hashes(range(9), BLOCK))
     assert block_hashes([0, 2, 3, 4, 5, 6, 7, 8, 9], BLOCK)[1] != hashes[1]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from formats.errors import EngineEndedError, EngineError, RequestError
+from formats.errors import CheckpointError, EngineEndedError, EngineError, RequestError
 from inference.engine import Engine
 from inference.requests.request import RequestOutput, SamplingParams, StepResult
 from inference.scheduling.active import NOT_FINITE
@@ -15,7 +16,16 @@ from inference.scheduling.blocks import KVStats
 from inference.server.engine import loop as loops
 from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.engine.loop import MOST_FAILURES, EngineLoop
-from inference.server.messages import Abort, EngineInfo, Failed, Ready, Refused, Submit
+from inference.server.messages import (
+    Abort,
+    AdapterSet,
+    EngineInfo,
+    Failed,
+    Ready,
+    Refused,
+    SetAdapter,
+    Submit,
+)
 from inference.speculate.methods.ngram import NGramProposer
 
 INFO = EngineInfo(max_model_len=64, max_positions=64, vocab_size=99, max_batch_size=4)
@@ -29,6 +39,7 @@ class ScriptedEngine:
 
     def __init__(self, *script: Action) -> None:
         self.script, self.names, self.aborted, self.checked = list(script), [], [], 0
+        self.adapters = {}
 
     @property
     def has_unfinished(self) -> bool:
@@ -51,6 +62,16 @@ class ScriptedEngine:
     def abort(self, name) -> None:
         self.names.remove(name)
         self.aborted.append(name)
+
+    def load_adapter(self, name, path) -> None:
+        if path == "damaged":
+            raise CheckpointError("damaged: found no adapter_config.json")
+        self.adapters[name] = Path(path)
+
+    def unload_adapter(self, name) -> None:
+        if name not in self.adapters:
+            raise RequestError("adapter: no such", "adapter")
+        del self.adapters[name]
 
     def check_integrity(self) -> None:
         self.checked += 1
@@ -177,6 +198,22 @@ def test_what_the_engine_refuses_is_told_with_the_field(http):
     sent, _, _ = http.drive(tokens)
     assert sent[0] == Refused("a", "constraint: no such grammar", "response_format")
     assert sent[1].names == ["b"]
+
+
+def test_adapters_are_set_between_steps_and_what_the_engine_says_of_them_is_told(http):
+    def later(names: list[str]) -> StepResult:
+        http.send(SetAdapter("c", "none", None), SetAdapter("d", "sql", None))
+        return tokens(names)
+
+    http.send(submit("r"), SetAdapter("a", "sql", "good"), SetAdapter("b", "poet", "damaged"))
+    sent, error, _ = http.drive(later, tokens)
+    assert isinstance(error, HttpGone)
+    assert [message for message in sent if isinstance(message, AdapterSet | Refused)] == [
+        AdapterSet("a", {"sql": "good"}),
+        Refused("b", "damaged: found no adapter_config.json"),
+        Refused("c", "adapter: no such"),
+        AdapterSet("d", {}),
+    ]
 
 
 def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(http):

@@ -1,0 +1,98 @@
+"""The adapters of an engine: what is loaded, by name, and in which slots.
+
+An adapter (LoRA, `formats.adapters`) is held beside the weights, in a slot of tables that the
+kernels read; each row of a step has the slot of its request's adapter. What is computed with one is
+found in the cache by requests of the same adapter alone.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from formats.adapters import read_lora
+from formats.checkpoint.read import Checkpoint
+from formats.errors import RequestError
+from formats.families.registry import block_names
+from inference.models.adapters import AdapterStore, check_adaptable, lay_out
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+class Adapters:
+    """What is loaded.
+
+    Args:
+        checkpoint: The base.
+        model: The base as it runs.
+        store: Holds adapters on the model's device.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, model: Any, store: AdapterStore) -> None:
+        self._checkpoint, self._model, self._store = checkpoint, check_adaptable(model), store
+        self._slots: dict[str, int] = {}
+        self._paths: dict[str, Path] = {}
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The folder of each, by name."""
+        return dict(self._paths)
+
+    def load(self, name: str, path: str | Path) -> int:
+        """Read an adapter and hold it; gives its slot.
+
+        Raises:
+            RequestError: the name is used, or is none.
+            CheckpointError: it is damaged, or of another base.
+            EngineError: the device's memory is too small.
+        """
+        if name in self._slots:
+            raise RequestError(
+                f"adapter: {name!r} is loaded already, from {self._paths[name]}; unload it first, "
+                "or choose another name",
+                "adapter",
+            )
+        if not NAME.fullmatch(name):
+            raise RequestError(
+                f"adapter: found the name {name!r}; allowed are letters, digits and . _ : / -, at "
+                "most 128, a letter or digit first",
+                "adapter",
+            )
+        lora = read_lora(path, self._checkpoint)
+        parts = lay_out(self._model, block_names(self._checkpoint.config), lora)
+        slot = next(i for i in count() if i not in self._slots.values())
+        self._store.put(slot, parts)
+        self._slots[name], self._paths[name] = slot, Path(path)
+        return slot
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter, which nothing runs with; its slot is the next one's.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        slot = self.slot_of(name)
+        del self._slots[name], self._paths[name]
+        self._store.put(slot, {})
+
+    def slot_of(self, name: str) -> int:
+        """Where an adapter is.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        if name not in self._slots:
+            raise unknown(name, self._slots)
+        return self._slots[name]
+
+
+def unknown(name: str, known: dict[str, Any]) -> RequestError:
+    """That there is no adapter of a name."""
+    loaded = ", ".join(known) or "none"
+    return RequestError(
+        f"adapter: found {name!r}; loaded: {loaded}. Load it by `Engine.load_adapter`, or "
+        "--adapter NAME=FOLDER of the commands",
+        "adapter",
+    )

@@ -1,0 +1,49 @@
+"""The adapters of a decoder on a CPU, in the table that its kernels read."""
+
+from __future__ import annotations
+
+import torch
+
+from inference.cpu.layers import CpuExperts, Linear
+from inference.models.adapters import (
+    ADAPTED,
+    AdaptedLayer,
+    AdapterPart,
+    AdapterParts,
+    linear_of,
+    outputs_of,
+)
+from inference.models.decoder import Decoder
+from kernels.cpu.lora import LoraTable
+from kernels.low_rank import LowRank
+
+
+class CpuAdapters:
+    """Holds adapters; see `inference.models.adapters.AdapterStore`.
+
+    Args:
+        model: The decoder that they are of.
+
+    Attributes:
+        table: The layers of `ADAPTED` of one block after another.
+    """
+
+    def __init__(self, model: Decoder[Linear, CpuExperts]) -> None:
+        self._model = model
+        self.table = LoraTable(len(model.layers) * len(ADAPTED))
+
+    def put(self, slot: int, parts: AdapterParts) -> None:
+        """Hold an adapter in a slot: in bf16 beside weights that are quantized."""
+        layers = {
+            block * len(ADAPTED) + ADAPTED.index(layer): [
+                self._laid_out(block, layer, part) for part in own
+            ]
+            for (block, layer), own in parts.items()
+        }
+        self.table.put(slot, layers)
+
+    def _laid_out(self, block: int, layer: AdaptedLayer, part: AdapterPart) -> LowRank:
+        outputs = outputs_of(self._model.config, layer, 2 * len(part.b))
+        quantized = linear_of(self._model.layers[block], layer).quantized
+        dtype = torch.bfloat16 if quantized else torch.float32
+        return LowRank.of(part.a, part.b, sum(outputs[: part.index]), dtype)

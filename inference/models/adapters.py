@@ -1,0 +1,157 @@
+"""Low-rank adapters as a decoder runs them: what each adds to the layers that run as one.
+
+    y = W x + B (A x)          LoRA, Hu et al. 2021, arXiv 2106.09685, Eq. 3
+
+q, k and v read the same input and are one layer here, as gate and up are: an adapter has a part for
+each of those that it changes. The channels of q and k lie as rotation wants them
+(`inference.models.rotary`), and so do the rows of their B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from formats.adapters import Lora, LoraWeights
+from formats.errors import CheckpointError, EngineError
+from formats.families.family import LatentAttention
+from inference.models.config import ModelConfig
+from inference.models.decoder import Decoder
+from inference.models.feed_forward import GatedMLP
+from inference.models.layers import L, X
+from inference.models.parts import Layer
+
+AdaptedLayer = Literal["qkv", "o", "gate_up", "down"]
+ADAPTED: tuple[AdaptedLayer, ...] = ("qkv", "o", "gate_up", "down")  # of each block, in this order
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """What an adapter adds to one of the layers that run as one.
+
+    Attributes:
+        index: Which of them.
+        a: fp32 [r, K].
+        b: fp32 [n, r], its factor multiplied in.
+    """
+
+    index: int
+    a: Tensor
+    b: Tensor
+
+
+AdapterParts = Mapping[tuple[int, AdaptedLayer], Sequence[AdapterPart]]  # by block and layer
+
+
+class AdapterStore(Protocol):
+    """The adapters of a model on a device, by slot."""
+
+    def put(self, slot: int, parts: AdapterParts) -> None:
+        """Hold an adapter in a slot, in the place of what was there.
+
+        Raises:
+            EngineError: the device's memory is too small.
+        """
+        ...
+
+
+def check_adaptable(model: Any) -> Decoder[Any, Any]:
+    """The decoder of a model that adapters may run with; None stands for one of several ranks.
+
+    Raises:
+        EngineError: it is run by other code, has attention that they are not run with, or is cut.
+    """
+    if model is None:
+        raise EngineError(
+            "adapters run in one process, and the model is cut among several; leave "
+            "tensor_parallel out, or merge the adapter: `ptq quantize MODEL --adapter FOLDER`"
+        )
+    if not isinstance(model, Decoder):
+        raise EngineError(
+            "adapters run with models of declared families (`ptq families`), and this one runs by "
+            "transformers' own code. Merge the adapter instead: `ptq quantize MODEL --adapter "
+            "FOLDER`"
+        )
+    if isinstance(model.config.family.attention, LatentAttention):
+        raise EngineError(
+            "adapters do not run with latent attention here. Merge the adapter instead: `ptq "
+            "quantize MODEL --adapter FOLDER`"
+        )
+    return model
+
+
+def lay_out(model: Decoder[Any, Any], blocks: Sequence[str], lora: Lora) -> AdapterParts:
+    """An adapter's parts by the layers that they are added to.
+
+    Args:
+        model: The decoder.
+        blocks: Full names of its blocks.
+        lora: What was read.
+
+    Raises:
+        CheckpointError: it changes layers that adapters are not run with.
+    """
+    left, found = dict(lora.modules), dict[tuple[int, AdaptedLayer], Sequence[AdapterPart]]()
+    for i, block in enumerate(blocks):
+        dense = isinstance(model.layers[i].feed_forward, GatedMLP)
+        for layer, modules in _modules(model.config, block, dense=dense).items():
+            own = [(j, left.pop(name)) for j, name in enumerate(modules) if name in left]
+            if own:
+                turned = layer == "qkv"
+                found[i, layer] = [_part(model.config, j, w, turned=turned) for j, w in own]
+    if left:
+        raise CheckpointError(
+            f"{lora.path}: found an adapter of {next(iter(left))}; run are those of attention's "
+            "projections and of dense feed-forward layers. Merge it instead: `ptq quantize MODEL "
+            "--adapter FOLDER`"
+        )
+    return found
+
+
+def linear_of(block: Layer[L, X], layer: AdaptedLayer) -> L:
+    """A layer of a block, whose feed-forward layer is dense where one of that is asked for."""
+    if layer == "qkv" or layer == "o":
+        return block.qkv if layer == "qkv" else block.o
+    own = block.feed_forward
+    assert isinstance(own, GatedMLP)
+    return own.gate_up if layer == "gate_up" else own.down
+
+
+def outputs_of(config: ModelConfig, layer: AdaptedLayer, outputs: int) -> tuple[int, ...]:
+    """Outputs of each of the layers that run as one.
+
+    Args:
+        config: The decoder's shape.
+        layer: Which one.
+        outputs: All of them.
+    """
+    if layer == "qkv":
+        return tuple(heads * config.head_dim for heads in (config.heads, *[config.kv_heads] * 2))
+    return (outputs // 2, outputs // 2) if layer == "gate_up" else (outputs,)
+
+
+def _modules(
+    config: ModelConfig, block: str, *, dense: bool
+) -> dict[AdaptedLayer, tuple[str, ...]]:
+    names, mlp = config.family.attention, config.family.feed_forward
+    assert not isinstance(names, LatentAttention)
+    attention = f"{block}.{names.module}"
+    found: dict[AdaptedLayer, tuple[str, ...]] = {
+        "qkv": tuple(f"{attention}.{part}" for part in names.qkv),
+        "o": (f"{attention}.{names.o}",),
+    }
+    if dense:
+        found["gate_up"] = tuple(f"{block}.mlp.{part}" for part in mlp.gate_up)
+        found["down"] = (f"{block}.mlp.{mlp.down}",)
+    return found
+
+
+def _part(config: ModelConfig, index: int, own: LoraWeights, *, turned: bool) -> AdapterPart:
+    """A part; rows of q and k in the order in which they run."""
+    b, channels = own.b, config.channels
+    if turned and index < 2 and channels is not None:
+        b = b.unflatten(0, (-1, len(channels)))[:, channels].flatten(0, 1)
+    return AdapterPart(index, own.a.contiguous(), b.contiguous())

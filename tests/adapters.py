@@ -1,0 +1,67 @@
+"""LoRA adapters of random weights, in the files that PEFT writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(
+    folder: Path,
+    base: Mapping[str, Any] | Path,
+    rank: int = 4,
+    targets: Sequence[str] = TARGETS,
+    seed: int = 0,
+    scale: float = 1.0,
+    **settings: Any,
+) -> Path:
+    """Write an adapter of a Llama-like model; returns its folder.
+
+    Args:
+        folder: Made where it is not there.
+        base: Its `config.json` as read, or the folder that holds it.
+        rank: r; alpha is 2 r.
+        targets: Linear layers that it adapts, in every block.
+        seed: Of its weights.
+        scale: Of B; 1 changes most tokens of a tiny model.
+        settings: Of `adapter_config.json`, in the place of the usual ones.
+    """
+    config = json.loads((base / "config.json").read_text()) if isinstance(base, Path) else base
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    kv = (config.get("num_key_value_heads") or heads) * head
+    sizes = {"q_proj": (heads * head, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
+    sizes |= {"o_proj": (hidden, heads * head), "gate_proj": (inner, hidden)}
+    sizes |= {"up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name in targets:
+            part = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+            prefix = f"base_model.model.model.layers.{layer}.{part}.{name}"
+            outputs, inputs = sizes[name]
+            a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+            b = torch.randn(outputs, rank, generator=generator) / (2 * rank) ** 0.5
+            tensors[f"{prefix}.lora_A.weight"] = a
+            tensors[f"{prefix}.lora_B.weight"] = b * scale / 2
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    written = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(targets),
+        "base_model_name_or_path": "tiny",
+        "bias": "none",
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(written | settings))
+    return folder
