@@ -27,7 +27,7 @@ LIMITS = {
     "functions over 60 lines": 21,
     "files over 400 lines": 9,
     "odd words": 250,
-    "lines of tests": 56_000,
+    "lines of tests": 56_050,
 }
 # How far a number may fall below its limit before the limit is to follow.
 SLACK = {"lines of source": 500, "lines of tests": 500, "files of source": 10, "odd words": 30}
