@@ -92,16 +92,16 @@ class GpuAdapters:
         }
         if room == self._room and known.issuperset(parts):
             return
-        self._room, self.version = room, self.version + 1
-        wanted = known.union(parts)
-        self._stacks = [{} for _ in self._stacks]
-        for block, layer in wanted:
-            self._stacks[block][layer] = self._empty(self._model.layers[block], layer)
+        stacks: list[dict[AdaptedLayer, LoraStack]] = [{} for _ in self._stacks]
+        for block, layer in known.union(parts):
+            stacks[block][layer] = self._empty(self._model.layers[block], layer, *room)
+        self._room, self._stacks, self.version = room, stacks, self.version + 1
         for held in self._held:
             self._fill(held)
 
-    def _empty(self, own: Layer[GpuLinear, Any], layer: AdaptedLayer) -> LoraStack:
-        slots, rank = self._room
+    def _empty(
+        self, own: Layer[GpuLinear, Any], layer: AdaptedLayer, slots: int, rank: int
+    ) -> LoraStack:
         linear = linear_of(own, layer)
         outputs = linear.outputs or linear.weight.size[0]
         inputs = linear.weight.size[1] - linear.missing

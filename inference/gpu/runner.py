@@ -353,6 +353,8 @@ class GpuRunner:
         sizes = padded_sizes(sequences, tokens, rows) if self._graphs else []
         if self._invariant:  # those with prompts are not padded
             sizes = [size for size in sizes if not size.prompts]
+        if self._adapters is not None:
+            sizes += [replace(size, adapted=True) for size in sizes if not size.prompts]
         with memory_for("warming up", self._device, 0, OF_STEPS), launches_on(self._device):
             for size in sizes:
                 if not size.prompts or self._asks_nothing(size):

@@ -88,6 +88,17 @@ def test_other_families(tmp_path, make_model, family):
     assert (engine.score(tokens) - wanted).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_attention_of_mixtures(tmp_path, make_model, family):
+    own = {"num_local_experts": 4} if family == "mixtral" else {"num_experts": 4}
+    folder = make_model(family, num_experts_per_tok=2, moe_intermediate_size=64, **own)
+    path = write_adapter(tmp_path / "a", folder, targets=("q_proj", "o_proj"), scale=0.5)
+    engine, tokens = engine_of(folder, {"a": path}), ids(40)
+    wanted = merged_logits(folder, path, tokens)
+    assert (engine.score(tokens, "a") - wanted).abs().max() < 1e-4
+    assert (engine.score(tokens) - wanted).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("preset", ["a8w8c8", "w4", "fp8_channel"])
 def test_in_one_call_and_op_by_op_the_bits_are_equal(tiny_llama, make_quantized, adapters, preset):
     if native.library() is None:
