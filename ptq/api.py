@@ -7,6 +7,7 @@ from pathlib import Path
 
 from formats.errors import RecipeError
 from formats.lock import output_locked
+from ptq.convert.beside import write_beside
 from ptq.pipeline.driver import quantize as run_plan
 from ptq.pipeline.resume import telling_what_is_kept
 from ptq.plan.plan import plan_recipe
@@ -87,8 +88,12 @@ def quantize(
     with output_locked(folder), telling_what_is_kept(folder):
         plan = plan_recipe(loaded, force=force)
         if plan.recipe.budget is not None:
-            return search(loaded.pinned(), read_data(plan.recipe), progress=progress).result
-        return run_plan(plan, force=force, progress=progress)
+            ordered = search(loaded.pinned(), read_data(plan.recipe), progress=progress)
+            plan, result = ordered.plan, ordered.result
+        else:
+            result = run_plan(plan, force=force, progress=progress)
+        write_beside(result, plan.recipe.output, progress=progress)
+        return result
 
 
 def _of_python(recipe: Recipe, given: Sequence[object], output: str | Path | None) -> LoadedRecipe:

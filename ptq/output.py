@@ -11,6 +11,9 @@ from formats.lock import LOCK_FILE, refuse_busy
 CHECKPOINT_FOLDER = "checkpoint"
 
 
+GGUF_FILE = "model.gguf"  # the checkpoint, where the recipe asks for it
+
+
 RESULT_FILE = "quantization.json"
 
 

@@ -1,9 +1,9 @@
 """The plan of the house: which room stands on which, and that no import runs back down to up.
 
     ptq          text, output < methods < result, recipe < plan < pipeline, peers, evaluate < search
-                 < report < sweep < commands
+                 < report, convert < api < sweep < commands
     inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
-                 < parallel, speculate < engine < bench, server
+                 < parallel, speculate, adapters < engine < bench, server
     calibrate    from a model and text to statistics
     formats      scheme < families < published < modeling < stored < foreign < checkpoint
                  < gguf, adapters
@@ -93,7 +93,8 @@ FLOORS = {
         plan
         pipeline peers evaluate
         search
-        report convert api
+        report convert
+        api
         sweep
         commands
         cli run check inspect time_quantizing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,18 @@ def architecture_of(config: Mapping[str, Any]) -> str:
             f"{either(sorted(NAMES))}. Keep the compressed-tensors layout"
         )
     return name
+
+
+def require_writer() -> None:
+    """Check that files can be written.
+
+    Raises:
+        CheckpointError: the package for it is not installed.
+    """
+    if find_spec("gguf") is None:
+        raise CheckpointError(
+            "the package gguf writes such files, which is not installed: pip install 'ptq[gguf]'"
+        )
 
 
 def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     import ptq.plan.plan as planning
     import ptq.report.report as reporting
     from ptq import result as results
+    from ptq.convert import beside
     from ptq.pipeline import driver, resume
     from ptq.plan import preflight
     from ptq.search import record
     from ptq.search import search as searching
 else:
+    beside = later("ptq.convert.beside")
     driver = later("ptq.pipeline.driver")
     planning = later("ptq.plan.plan")
     preflight = later("ptq.plan.preflight")
@@ -75,6 +77,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
             result = driver.quantize_tokens(
                 plan, data["calibration"], force=force, progress=progress, keep=True, watch=watch
             )
+        others = beside.write_beside(result, plan.recipe.output, progress=progress)
         shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
         report = make_report(result, plan, data["evaluation"], ordered=ordered, progress=progress)
     resume.discard(output)
@@ -86,7 +89,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     for failure in report.failures:
         print(f"FAILED: {failure}")
     print(f"verdict:    {report.line}")
-    print(*checkpoint_lines(result.checkpoint), sep="\n")
+    print(*checkpoint_lines(result.checkpoint), *others, sep="\n")
     print(f"report:     {typed_path(report.folder / 'report.html')}")
     print(f"recipe:     {typed_path(output / RECIPE_FILE)} (every setting; `ptq run` repeats it)")
     print("\nNext:")

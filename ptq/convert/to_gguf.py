@@ -38,6 +38,7 @@ from formats.gguf.file import GgufFile
 from formats.gguf.metadata import (
     architecture_of,
     model_metadata,
+    require_writer,
     rope_tensors,
     tokenizer_metadata,
 )
@@ -83,23 +84,17 @@ def to_gguf(source: Checkpoint, out: Path, force: bool, progress: bool) -> Conve
         raise CheckpointError(f"{out}: a GGUF file's name ends in .gguf; give such a name")
     if out.exists() and not force:
         raise CheckpointError(f"{out} exists; give another name, or --force to replace it")
-    try:
-        writer_of = gguf.GGUFWriter
-    except ModuleNotFoundError as error:
-        raise CheckpointError(
-            "the package gguf writes such files, which is not installed: pip install 'ptq[gguf]'"
-        ) from error
+    require_writer()
     with named(str(source.path)):
         values = model_metadata(source.config)
-    rows = source.config["vocab_size"]
-    tokenizer, note = tokenizer_metadata(source.path, rows)
+    tokenizer, note = tokenizer_metadata(source.path, source.config["vocab_size"])
     tensors = list(_tensors(source))
     part = out.with_name(f".{out.name}.part")
     kinds = Counter(tensor.kind for tensor in tensors)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
-            writer = writer_of(part, values["general.architecture"])
+            writer = gguf.GGUFWriter(part, values["general.architecture"])
             writer.add_name(source.path.name)
             _add(writer, values | tokenizer)
             written = _add_tensors(writer, tensors, progress)

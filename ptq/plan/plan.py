@@ -227,6 +227,7 @@ def build_plan(
         *check_modules(recipe, family, modules),
         *check_caches(recipe, family, values, blocks),
         *preflight.check_output(recipe, prediction.disk_bytes, force),
+        *preflight.check_gguf(recipe, checkpoint),
         *check_devices(recipe, solves),
         *check_peers(recipe),
     ]

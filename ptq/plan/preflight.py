@@ -28,6 +28,7 @@ from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError, EngineError, suggestion
 from formats.families.names import HEAD
 from formats.families.registry import MODEL_TYPES, find_family, is_causal_lm, unsupported
+from formats.gguf.metadata import model_metadata, require_writer, tokenizer_metadata
 from formats.modeling.layers import (
     cached,
     head_name,
@@ -257,6 +258,18 @@ def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key
     needed -= kept_bytes(path)  # by a run that was stopped: this one goes on with it, or removes it
     if free < needed:
         yield key, f"needs about {needed / 1e6:.0f} MB; {parent} has {free / 1e6:.0f} MB free"
+
+
+def check_gguf(recipe: Recipe, checkpoint: Checkpoint) -> Iterator[tuple[Key, str]]:
+    """A model that no .gguf file is written of, where the recipe asks for one."""
+    if recipe.output.format != "gguf":
+        return
+    try:
+        require_writer()
+        model_metadata(checkpoint.config)
+        tokenizer_metadata(checkpoint.path, checkpoint.config["vocab_size"])
+    except CheckpointError as error:
+        yield ("output", "format"), str(error)
 
 
 def predict_checkpoint(

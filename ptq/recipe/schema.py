@@ -269,12 +269,16 @@ class DevicesSpec(Strict):
 class OutputSpec(Strict):
     """The folder that receives the checkpoint, the report and the resolved recipe.
 
-    YAML: ``output: {path: output/a8w8c8}``
+    YAML: ``output: {path: output/w4, format: gguf}``
     """
 
     path: Path
     """Folder that is made, relative to the current directory. Holds `checkpoint`, `report`,
     `recipe.yaml` and the statistics.
+    """
+    format: Literal["folder", "gguf"] = "folder"
+    """`gguf` writes the checkpoint as `model.gguf` beside it, too, for llama.cpp, Ollama and LM
+    Studio: the same integers. Needs `ptq[gguf]`; int4 and int8 weights in groups of 32 are exact.
     """
 
 
