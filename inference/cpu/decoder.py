@@ -16,7 +16,7 @@ from inference.cpu.batch import Batch
 from inference.cpu.layers import CpuExperts, Linear, attend_latents, route, sigmoid
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
-from inference.models.feed_forward import GatedMLP, MixtureOfExperts, by_expert
+from inference.models.feed_forward import FeedForward, GatedMLP, MixtureOfExperts, by_expert
 from inference.models.parts import Layer
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.ops import (
@@ -99,11 +99,7 @@ def run_block(
     added = attend(config, growth, layer, read, batch, inputs, sinks, number)
     x = x + _normed(added, layer.after_attention, config.eps)
     read = _normed(x, layer.before_feed_forward, config.eps)
-    own = layer.feed_forward
-    if isinstance(own, MixtureOfExperts):
-        added = _mixture(own, read, sinks)
-    else:
-        added = _gated(own, read, sinks, partial(batch.adapted, block=number))
+    added = feed_forward(layer.feed_forward, read, sinks, partial(batch.adapted, block=number))
     return x + _normed(added, layer.after_feed_forward, config.eps)
 
 
@@ -165,6 +161,18 @@ def attend(
     write_kv(k, v, inputs.pool, batch.slots, batch.positions)
     attended = paged_attention(q, inputs).flatten(-2)
     return batch.adapted(attended, layer.o(attended, sinks), number, "o")
+
+
+def feed_forward(
+    own: FeedForward[Linear, CpuExperts],
+    x: Tensor,
+    sinks: Tensor | None = None,
+    adapted: Adapted | None = None,
+) -> Tensor:
+    """A block's feed-forward layer: [T, H] to the same; `sinks` as in `run_block`."""
+    if isinstance(own, MixtureOfExperts):
+        return _mixture(own, x, sinks)
+    return _gated(own, x, sinks, adapted)
 
 
 def _gated(
