@@ -13,7 +13,7 @@ class LogitsEngine:
     def __init__(self, logprobs, ends=()):
         self._logprobs, self.end_tokens, self.held = logprobs, frozenset(ends), {}
 
-    def hold(self, prompt, *, top, beams, max_tokens, stop_token_ids, request_id):
+    def hold(self, prompt, *, top, beams, max_tokens, stop_token_ids, request_id, adapter):
         self._top = top
         name = request_id or f"request-{len(self.held)}"
         self.held[name] = list(prompt)

@@ -53,7 +53,7 @@ class FakeGpuEngine:
         ends = frozenset() if candidates else self.end_tokens
         return ActiveRequest(name, prompt, params, Letters(), ends, LIMIT, candidates=candidates)
 
-    def hold(self, prompt, *, top, beams, max_tokens, stop_token_ids, request_id):
+    def hold(self, prompt, *, top, beams, max_tokens, stop_token_ids, request_id, adapter):
         request = self.request(request_id, prompt, SamplingParams(max_tokens=max_tokens), top)
         request.sequence.places = beams
         self.requests.add(request)
