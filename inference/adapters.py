@@ -8,6 +8,7 @@ found in the cache by requests of the same adapter alone.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from formats.adapters import read_lora
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RequestError
 from formats.families.registry import block_names
-from inference.models.adapters import AdapterStore, check_adaptable, lay_out
+from inference.models.adapters import AdapterStore, lay_out
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
@@ -27,11 +28,13 @@ class Adapters:
     Args:
         checkpoint: The base.
         model: The base as it runs.
-        store: Holds adapters on the model's device.
+        store: Gives what holds adapters on the model's device; EngineError where none run with it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: Any, store: AdapterStore) -> None:
-        self._checkpoint, self._model, self._store = checkpoint, check_adaptable(model), store
+    def __init__(
+        self, checkpoint: Checkpoint, model: Any, store: Callable[[], AdapterStore]
+    ) -> None:
+        self._checkpoint, self._model, self._store = checkpoint, model, store
         self._slots: dict[str, int] = {}
         self._paths: dict[str, Path] = {}
 
@@ -46,8 +49,9 @@ class Adapters:
         Raises:
             RequestError: the name is used, or is none.
             CheckpointError: it is damaged, or of another base.
-            EngineError: the device's memory is too small.
+            EngineError: none are run with this model, or the device's memory is too small.
         """
+        store = self._store()
         if name in self._slots:
             raise RequestError(
                 f"adapter: {name!r} is loaded already, from {self._paths[name]}; unload it first, "
@@ -63,7 +67,7 @@ class Adapters:
         lora = read_lora(path, self._checkpoint)
         parts = lay_out(self._model, block_names(self._checkpoint.config), lora)
         slot = next(i for i in count() if i not in self._slots.values())
-        self._store.put(slot, parts)
+        store.put(slot, parts)
         self._slots[name], self._paths[name] = slot, Path(path)
         return slot
 
@@ -75,7 +79,7 @@ class Adapters:
         """
         slot = self.slot_of(name)
         del self._slots[name], self._paths[name]
-        self._store.put(slot, {})
+        self._store().put(slot, {})
 
     def slot_of(self, name: str) -> int:
         """Where an adapter is.
@@ -84,15 +88,10 @@ class Adapters:
             RequestError: there is none of that name.
         """
         if name not in self._slots:
-            raise unknown(name, self._slots)
+            loaded = ", ".join(self._slots) or "none"
+            raise RequestError(
+                f"adapter: found {name!r}; loaded: {loaded}. Load it by `Engine.load_adapter`, or "
+                "--adapter NAME=FOLDER of the commands",
+                "adapter",
+            )
         return self._slots[name]
-
-
-def unknown(name: str, known: dict[str, Any]) -> RequestError:
-    """That there is no adapter of a name."""
-    loaded = ", ".join(known) or "none"
-    return RequestError(
-        f"adapter: found {name!r}; loaded: {loaded}. Load it by `Engine.load_adapter`, or "
-        "--adapter NAME=FOLDER of the commands",
-        "adapter",
-    )

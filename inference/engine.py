@@ -27,7 +27,7 @@ from formats.errors import EngineError, PTQError, RequestError
 from formats.gguf.locate import locate_model
 from formats.text_tokens import text_tokens
 from formats.tokenizer import end_tokens, load_tokenizer
-from inference.adapters import Adapters, unknown
+from inference.adapters import Adapters
 from inference.backend import Backend, choose_backend, require_device
 from inference.config import EngineConfig
 from inference.models.kv_cache import CacheShape
@@ -111,7 +111,6 @@ class Engine:
         self._grammars = GrammarCompiler(tokenizer, shape.vocab_size, self._ends)
         self._blocks = BlockManager(blocks, prefix_cache=config.prefix_cache)
         self.speculation: SpeculativeDecoder | None = None
-        self._adapters: Adapters | None = None
         self._start()
         if config.speculate is not None:
             target = Target(
@@ -140,6 +139,7 @@ class Engine:
         self.loop = self.backend.loop(
             self.model, self.pools, self._scheduler, self.config, self._requests
         )
+        self._adapters = Adapters(self.checkpoint, self.model, self.loop.adapters)
 
     def variant(self, layers: Sequence[Any], pools: Sequence[KVPool]) -> Engine:
         """An idle engine that differs from this one in blocks or in its cache; nothing is copied.
@@ -151,7 +151,7 @@ class Engine:
         """
         twin = copy.copy(self)
         twin.model, twin.pools = self.model.with_layers(layers), list(pools)
-        twin.speculation = twin._adapters = None
+        twin.speculation = None
         twin._start()
         return twin
 
@@ -203,7 +203,7 @@ class Engine:
     @property
     def adapters(self) -> dict[str, Path]:
         """The folders of the adapters that are loaded, by name."""
-        return {} if self._adapters is None else self._adapters.paths
+        return self._adapters.paths
 
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter, which requests name from now on (`SamplingParams.adapter`).
@@ -217,8 +217,6 @@ class Engine:
             CheckpointError: it is damaged, of another base, or of a kind that is not run.
             EngineError: adapters are not run with this model, or memory is too small.
         """
-        if self._adapters is None:
-            self._adapters = Adapters(self.checkpoint, self.model, self.loop.adapters())
         slot = self._adapters.load(name, path)
         self._scheduler.roots[slot] = self._blocks.new_root()
 
@@ -228,8 +226,6 @@ class Engine:
         Raises:
             RequestError: there is none of that name, or requests with it wait or run.
         """
-        if self._adapters is None:
-            raise unknown(name, {})
         using = sum(request.params.adapter == name for request in self._requests.values())
         if using:
             raise RequestError(
@@ -241,11 +237,7 @@ class Engine:
 
     def _slot_of(self, adapter: str | None) -> int:
         """The slot of a request's adapter; -1 for none."""
-        if adapter is None:
-            return -1
-        if self._adapters is None:
-            raise unknown(adapter, {})
-        return self._adapters.slot_of(adapter)
+        return -1 if adapter is None else self._adapters.slot_of(adapter)
 
     def check_alive(self) -> None:
         """Raise EngineEndedError where a process that the engine needs is gone."""

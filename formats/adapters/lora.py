@@ -74,6 +74,13 @@ class Lora:
         own = self.modules.get(module)
         return weight.float() if own is None else weight.float() + own.b @ own.a
 
+    def merged_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """A float tensor by its full name, in its own type, with what the adapter adds."""
+        module, _, leaf = name.rpartition(".")
+        if leaf != "weight" or module not in self.modules:
+            return tensor
+        return self.merged(module, tensor).to(tensor.dtype)
+
 
 def read_lora(path: str | Path, checkpoint: Checkpoint) -> Lora:
     """Read an adapter for a checkpoint, which is its base or was quantized from it.

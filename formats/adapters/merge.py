@@ -90,10 +90,6 @@ def write_merged(
         shard_bytes=shard_bytes,
     ) as writer:
         for name in bar(checkpoint.names(), title="Merging", unit="tensor", shown=progress):
-            module, _, leaf = name.rpartition(".")
-            tensor = checkpoint.tensor(name)
-            if leaf == "weight" and module in lora.modules:
-                tensor = lora.merged(module, tensor).to(tensor.dtype)
-            writer.add(name, tensor)
+            writer.add(name, lora.merged_tensor(name, checkpoint.tensor(name)))
         writer.finish(ScaleTable(entries=()), factors_document(model))
     return lora

@@ -11,6 +11,7 @@ from inference.models.adapters import (
     AdapterPart,
     AdapterParts,
     linear_of,
+    number_of,
     outputs_of,
 )
 from inference.models.decoder import Decoder
@@ -35,9 +36,7 @@ class CpuAdapters:
     def put(self, slot: int, parts: AdapterParts) -> None:
         """Hold an adapter in a slot: in bf16 beside weights that are quantized."""
         layers = {
-            block * len(ADAPTED) + ADAPTED.index(layer): [
-                self._laid_out(block, layer, part) for part in own
-            ]
+            number_of(block, layer): [self._laid_out(block, layer, part) for part in own]
             for (block, layer), own in parts.items()
         }
         self.table.put(slot, layers)

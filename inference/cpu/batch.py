@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.models.adapters import ADAPTED, AdaptedLayer
+from inference.models.adapters import AdaptedLayer, number_of
 from inference.scheduling.work import Work, lay_out
 from kernels.cpu.lora import LoraTable
 from kernels.ops import add_lora
@@ -49,8 +49,7 @@ class Batch:
         """What a layer gives [T, N] of x [T, K], and what the tokens' adapters add."""
         if self.adapters is None or self.loras is None:
             return y
-        number = block * len(ADAPTED) + ADAPTED.index(layer)
-        return add_lora(x, y, self.adapters, self.loras, number)
+        return add_lora(x, y, self.adapters, self.loras, number_of(block, layer))
 
     def sinks(self, count: int) -> Tensor | None:
         """Which tokens are at the first `count` positions, bool [T]; None where none is."""

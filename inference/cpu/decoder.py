@@ -30,8 +30,8 @@ from kernels.ops import (
 )
 
 CpuDecoder = Decoder[Linear, CpuExperts]
-Adapted = Callable[..., Tensor]  # `Batch.adapted` of a block
 CpuLayer = Layer[Linear, CpuExperts]
+Adapted = Callable[..., Tensor]  # `Batch.adapted` of a block
 
 
 @torch.no_grad()

@@ -164,8 +164,6 @@ class HostLoop:
         model: What runs, where one process runs it.
     """
 
-    _adapters: CpuAdapters | None
-
     def __init__(
         self,
         forward: Callable[[Batch], Tensor],
@@ -174,7 +172,8 @@ class HostLoop:
         model: CpuDecoder | CodeModel | None = None,
     ) -> None:
         self.forward, self._scheduler, self._requests = forward, scheduler, requests
-        self._model, self._adapters = model, None
+        self._model = model
+        self._adapters: CpuAdapters | None = None
 
     def adapters(self) -> CpuAdapters:
         """What holds the adapters that requests run with.
@@ -223,8 +222,8 @@ class HostLoop:
         batch = plan_step(work)
         if self._adapters is None or not work.adapted:
             return batch
-        slots = np.repeat(work.batch.adapter[work.places], work.counts).astype(np.int64)
-        return replace(batch, adapters=torch.from_numpy(slots), loras=self._adapters.table)
+        slots = torch.from_numpy(work.adapters.astype(np.int64))
+        return replace(batch, adapters=slots, loras=self._adapters.table)
 
     def warm_up(self) -> None:
         """Nothing is compiled when it is needed."""

@@ -45,6 +45,21 @@ class BlockAdapters:
             add_lora(x, scales, y, self.slots, own, ready=True, invariant=self.invariant)
 
 
+def run_adapted(
+    linear: GpuLinear,
+    layer: AdaptedLayer,
+    rows: Tensor,
+    scales: Tensor | None,
+    dtype: torch.dtype,
+    loras: BlockAdapters | None,
+) -> Tensor:
+    """`GpuLinear.run` of a layer, and what the rows' adapters add, if they run with any."""
+    y = linear.run(rows, scales, dtype)
+    if loras is not None:
+        loras.add(layer, rows, scales, y)
+    return y
+
+
 class GpuAdapters:
     """Holds adapters; see `inference.models.adapters.AdapterStore`.
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.gpu.adapters import BlockAdapters, GpuAdapters
+from inference.gpu.adapters import BlockAdapters, GpuAdapters, run_adapted
 from inference.gpu.experts import GpuExperts
 from inference.gpu.feed_forward import feed_forward, inputs_of
 from inference.gpu.latent import attend_latents
@@ -127,9 +127,8 @@ def run_blocks(
         rows, scales, total = _norm(total, delta, after, before, c.eps, project.rows, sinks)
         if i in taps:
             hidden[i] = total
-        qkv, loras = project.run(rows, scales, model.dtype), batch.adapted(i)
-        if loras is not None:
-            loras.add("qkv", rows, scales, qkv)
+        loras = batch.adapted(i)
+        qkv = run_adapted(project, "qkv", rows, scales, model.dtype, loras)
         growth = model.query_growth
         delta = _attend(c, growth, model.dtype, layer, qkv, batch, pool, window, sinks, loras)
         after = layer.after_attention
@@ -280,7 +279,4 @@ def _attend(
     else:
         y = prefill_attention(q, inputs, workspace, batch.decodes, **fused)
     rows, scales = (y.flatten(1), wanted.scale) if fused else as_wanted(y.flatten(1), wanted, sinks)
-    delta = output.run(rows, scales, dtype)
-    if loras is not None:
-        loras.add("o", rows, scales, delta)
-    return delta
+    return run_adapted(output, "o", rows, scales, dtype, loras)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from inference.gpu.adapters import BlockAdapters
+from inference.gpu.adapters import BlockAdapters, run_adapted
 from inference.gpu.experts import GpuExperts, MergedExperts
 from inference.gpu.layers import GpuLinear
 from inference.models.feed_forward import GatedMLP, MixtureOfExperts, by_expert
@@ -69,9 +69,7 @@ def feed_forward(
         loras: Adapters of a gated MLP, if rows run with any.
     """
     if isinstance(own, GatedMLP):
-        y = own.gate_up.run(rows, scales, dtype)
-        if loras is not None:
-            loras.add("gate_up", rows, scales, y)
+        y = run_adapted(own.gate_up, "gate_up", rows, scales, dtype, loras)
         return _down(own, y, sinks, loras)
     return _mixture(own, rows, padded, sinks)
 
@@ -92,10 +90,7 @@ def _down(
     rows, scales = gated_product(
         y, scale, wanted.dtype, wanted.group, by, own.activation, wanted.length
     )
-    delta = own.down.run(rows, scales, y.dtype)
-    if loras is not None:
-        loras.add("down", rows, scales, delta)
-    return delta
+    return run_adapted(own.down, "down", rows, scales, y.dtype, loras)
 
 
 def _mixture(

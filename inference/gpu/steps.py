@@ -204,7 +204,7 @@ def write_whole(arrays: Arrays, work: Work, size: WholeSize) -> None:
 def _of_slices(work: Work, *, adapted: bool = False) -> dict[str, NDArray]:
     """Where tokens stand, and the adapters that they run with."""
     own = lay_out(work)
-    slots = {"adapters": work.batch.adapter[own.owners]} if adapted else {}
+    slots = {"adapters": work.adapters} if adapted else {}
     return slots | {
         "ids": own.ids,
         "positions": own.positions,

@@ -23,6 +23,7 @@ from inference.models.decoder import Decoder
 from inference.models.feed_forward import GatedMLP
 from inference.models.layers import L, X
 from inference.models.parts import Layer
+from inference.models.rotary import held_rows
 
 AdaptedLayer = Literal["qkv", "o", "gate_up", "down"]
 ADAPTED: tuple[AdaptedLayer, ...] = ("qkv", "o", "gate_up", "down")  # of each block, in this order
@@ -111,6 +112,11 @@ def lay_out(model: Decoder[Any, Any], blocks: Sequence[str], lora: Lora) -> Adap
     return found
 
 
+def number_of(block: int, layer: AdaptedLayer) -> int:
+    """A layer's number among the `ADAPTED` ones of one block after another."""
+    return block * len(ADAPTED) + ADAPTED.index(layer)
+
+
 def linear_of(block: Layer[L, X], layer: AdaptedLayer) -> L:
     """A layer of a block, whose feed-forward layer is dense where one of that is asked for."""
     if layer == "qkv" or layer == "o":
@@ -151,7 +157,5 @@ def _modules(
 
 def _part(config: ModelConfig, index: int, own: LoraWeights, *, turned: bool) -> AdapterPart:
     """A part; rows of q and k in the order in which they run."""
-    b, channels = own.b, config.channels
-    if turned and index < 2 and channels is not None:
-        b = b.unflatten(0, (-1, len(channels)))[:, channels].flatten(0, 1)
+    b = held_rows(own.b, config.channels) if turned and index < 2 else own.b
     return AdapterPart(index, own.a.contiguous(), b.contiguous())

@@ -18,7 +18,7 @@ from inference.models.feed_forward import FeedForward, load_feed_forward
 from inference.models.latent import LatentProjections, load_latent
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import StoredLinear, read_linear
-from inference.models.rotary import held_heads, held_norm
+from inference.models.rotary import held_heads, held_rows
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class PartLoader(Generic[L, X]):
         def head_norm(name: str) -> Tensor | None:
             if config.qk_norm == "none":
                 return None
-            return held_norm(self.vector(f"{attention}.{name}"), config.channels)
+            return held_rows(self.vector(f"{attention}.{name}"), config.channels)
 
         if isinstance(names, LatentAttention):
             assert config.latent is not None

@@ -225,11 +225,12 @@ def with_rows(stored: StoredLinear, rows: Tensor | Sequence[int]) -> StoredLinea
     return replace(stored, weight=weight, scale=scale, zero_point=zero_point, bias=bias)
 
 
-def held_norm(weight: Tensor, channels: Channels) -> Tensor:
-    """The weight of a norm of q or k, of one head [D] or of all [heads D], in the same order."""
+def held_rows(rows: Tensor, channels: Channels) -> Tensor:
+    """Rows [heads D, ...] of q or k, or of the weight of a norm of one head or of all, in the same
+    order."""
     if channels is None:
-        return weight
-    return weight.unflatten(0, (-1, len(channels)))[:, channels].flatten()
+        return rows
+    return rows.unflatten(0, (-1, len(channels)))[:, channels].flatten(0, 1)
 
 
 def held_scales(

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.sequence import Sequence
@@ -183,6 +184,11 @@ class Work:
     def adapted(self) -> bool:
         """Whether any of the sequences runs with an adapter."""
         return bool((self.batch.adapter[self.places] >= 0).any())
+
+    @property
+    def adapters(self) -> NDArray[np.int32]:
+        """The slot of each token's adapter, -1 for none."""
+        return np.repeat(self.batch.adapter[self.places], self.counts)
 
     def alive(self) -> Bools:
         """Which of the sequences are still where they were."""

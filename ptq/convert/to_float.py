@@ -67,7 +67,8 @@ def to_float(
         for name, module in parts(source, modules, "Converting", progress):
             if module is None:
                 if name not in surplus:
-                    writer.add(name, _merged(lora, name, source.tensor(name)))
+                    tensor = source.tensor(name)
+                    writer.add(name, tensor if lora is None else lora.merged_tensor(name, tensor))
                 continue
             exact = read(module) if lora is None else lora.merged(module, read(module))
             weight = exact.to(FLOATS[dtype])
@@ -115,14 +116,6 @@ def _adapter(adapter: Path, source: Source, path: Path) -> Lora:
         f"{path}: an adapter is not merged into weights of this layout. Make floats of them first, "
         "without --adapter, and merge it into these"
     )
-
-
-def _merged(lora: Lora | None, name: str, tensor: Tensor) -> Tensor:
-    """A tensor that is not quantized, with what an adapter adds to it."""
-    module, _, leaf = name.rpartition(".")
-    if lora is None or leaf != "weight" or module not in lora.modules:
-        return tensor
-    return lora.merged(module, tensor).to(tensor.dtype)
 
 
 def _stored_as(source: Source, module: str) -> str:

@@ -17,7 +17,7 @@ from inference.cpu.layers import pack_linear
 from inference.engine import Engine
 from inference.models.decoder import Decoder
 from inference.models.read import StoredLinear
-from inference.models.rotary import held_heads, held_norm, held_scales, with_divided_input
+from inference.models.rotary import held_heads, held_rows, held_scales, with_divided_input
 from kernels.numerics import TYPES
 from ptq.pipeline.driver import quantize_tokens
 from tests.families import distance
@@ -79,8 +79,8 @@ def test_rows_of_q_and_k_move_with_all_that_is_theirs(preset):
 
 
 def test_norms_and_scales_of_channels_move_too():
-    assert held_norm(torch.arange(8.0), CHANNELS).tolist() == list(CHANNELS)
-    whole = held_norm(torch.arange(16.0), CHANNELS)
+    assert held_rows(torch.arange(8.0), CHANNELS).tolist() == list(CHANNELS)
+    whole = held_rows(torch.arange(16.0), CHANNELS)
     assert whole[8:].tolist() == [8.0 + channel for channel in CHANNELS]
     found = held_scales((torch.arange(16.0).view(2, 8), torch.ones(2)), CHANNELS)
     assert found is not None
