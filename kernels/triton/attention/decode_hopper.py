@@ -56,6 +56,7 @@ from kernels.triton.attention.gluon_operands import (
 )
 from kernels.triton.attention.paged_cache import scale_kind
 from kernels.triton.common import Workspace, overlap
+from kernels.triton.gluon_names import wait_ahead
 from kernels.triton.tuning import KVSplit
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -65,15 +66,6 @@ mov.u32 t, %laneid;
 setp.eq.u32 first, t, 0;
 @first cp.async.bulk.prefetch.L2.global [$1], $2;
 mov.b32 $0, 0; }""")
-
-
-@gluon.jit
-def wait(OVERLAP: gl.constexpr):
-    """As in kernels.triton.common."""
-    if OVERLAP:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
 
 
 @gluon.jit
@@ -104,7 +96,7 @@ def decode_kernel(
     K_ROW: gl.constexpr = 16 if K_TYPE == INT4 else 32  # words of a token's head
     V_ROWS: gl.constexpr = 64 if V_TYPE == INT4 else 128  # of 64 tokens of a channel or of two
     if not METADATA_READY:
-        wait(OVERLAP)
+        wait_ahead(OVERLAP)
     length = gl.load(lengths + sequence).to(gl.int32)
     pages = (length + 63) // 64
     share = gl.maximum((pages + SPLITS - 1) // SPLITS, LEAST)
@@ -125,7 +117,7 @@ def decode_kernel(
         if OVERLAP:  # L2 is where the page of the new token is written, too
             prefetch(k_pages + page.to(gl.int64) * (64 * K_ROW), 64 * K_ROW)
             prefetch(v_pages + page.to(gl.int64) * (16 * V_ROWS), 16 * V_ROWS)
-        wait(OVERLAP)
+        wait_ahead(OVERLAP)
     raw_k = gl.load(k_pages + (page.to(gl.int64) * (64 * K_ROW) + k_lane) + k_more)
     rows = (sequence * HEADS + head) * GROUP
     qt = queries(q, rows, GROUP, WARPS, K_TYPE, MMA)

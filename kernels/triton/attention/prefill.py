@@ -27,6 +27,7 @@ the batch, go through `decode_attention`, a launch of its own.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -58,7 +59,7 @@ from kernels.triton.attention.paged_cache import (
     values_at,
 )
 from kernels.triton.attention.prefill_runs import leave_run, store_rows
-from kernels.triton.common import Workspace, capability, require
+from kernels.triton.common import Workspace, capability, overlap, require, wait
 from kernels.triton.tuning import PrefillTile, prefill_rule, prefill_tile
 from kernels.triton.versions import run_gluon
 
@@ -131,10 +132,11 @@ def prefill_kernel(
     arrivals, softmax_scale, decodes, S, window, width, softcap, sinks, alibi,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
-    STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, tile of queries, split); SCALES and WIDE as for decode."""
     QUERIES: tl.constexpr = ROWS // GROUP
+    wait(OVERLAP)
     head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     base = tl.load(query_start + decodes).to(tl.int32)
     sequence = sequence_of(tile, query_start, base, decodes, S, QUERIES)
@@ -301,7 +303,7 @@ def _launch(
         if run_gluon("prefill attention", launch):
             return
     if tile.stages == 0:
-        tile = prefill_rule(True, wide, capability())
+        tile = prefill_rule(math.inf, wide, kind, capability())
     queries = tile.rows // group
     require(queries > 0, f"{group} query heads a KV head; the most are {tile.rows}")
     tiles = (tokens - decodes) // queries + sequences - decodes
@@ -315,6 +317,7 @@ def _launch(
         HEADS=heads, GROUP=group, DIM=dim, WIDE=wide, ROWS=tile.rows, TOKENS=tile.tokens,
         SCALES=kind, WINDOWED=inputs.sliding_window is not None, STAGES=tile.stages, SPLITS=splits,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        **overlap(early=False),
     )  # fmt: skip
 
 

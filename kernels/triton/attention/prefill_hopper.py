@@ -41,7 +41,8 @@ from kernels.triton.attention.gluon_operands import (
     to_fp16,
 )
 from kernels.triton.attention.paged_cache import scale_kind
-from kernels.triton.gluon_names import barrier
+from kernels.triton.common import overlap
+from kernels.triton.gluon_names import barrier, wait_ahead
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)
@@ -227,10 +228,11 @@ def prefill_kernel(
     q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
     softmax_scale, decodes, S, window, width,
     HEADS: gl.constexpr, GROUP: gl.constexpr, PER_TOKEN: gl.constexpr, K_TYPE: gl.constexpr,
-    V_TYPE: gl.constexpr,
+    V_TYPE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Program (KV head, tile of queries), as the plain one; the cache is given as int32 words."""
     QUERIES: gl.constexpr = ROWS // GROUP
+    wait_ahead(OVERLAP)
     head, tile = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
     base = gl.load(query_start + decodes).to(gl.int32)
     sequence = sequence_of(tile, query_start, base, decodes, S, QUERIES)
@@ -301,5 +303,5 @@ def launch(
         inputs.softmax_scale, decodes, sequences, window, inputs.block_tables.shape[1],
         HEADS=heads, GROUP=group, PER_TOKEN=scale_kind(pool) == 3,
         K_TYPE=TYPES[pool.k.dtype], V_TYPE=TYPES[pool.v.dtype], num_warps=4,
-        enable_fp_fusion=True,
+        enable_fp_fusion=True, **overlap(early=False),
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -234,7 +236,7 @@ def test_attention_with_bounded_logits_and_sinks(capability, dims, storage, dim)
     q, workspace = torch.zeros(256, 16, dim).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
     inputs = make_inputs(make_pool(storage, dims, dim), torch.tensor([0, 128, 256]))
     inputs = replace(inputs, sliding_window=100, softcap=50.0, sinks=torch.zeros(16))
-    tile = prefill_rule(True, 256 if dim > 128 else 128, capability)
+    tile = prefill_rule(math.inf, 256 if dim > 128 else 128, dims, capability)
     with building_for(capability) as built:
         decode_attention(q[:2], inputs, workspace, split=KVSplit(4, 4, 3))
         prefill_attention(q, inputs, workspace, tile=tile)
@@ -310,8 +312,8 @@ def test_prefill_attention(capability, dims, storage, dim):
 
     q, workspace = torch.zeros(256, 32, dim).bfloat16(), Workspace.on("cpu", 1, 1)
     inputs = make_inputs(make_pool(storage, dims, dim), torch.tensor([0, 128, 256]))
-    for many in (False, True)[capability < 90 :]:
-        tile = prefill_rule(many, dim, capability)
+    for share in (0, math.inf)[capability < 90 :]:
+        tile = prefill_rule(share, dim, dims, capability)
         with building_for(capability) as built:
             prefill_attention(q, inputs, workspace, tile=tile)
         (binary,) = built

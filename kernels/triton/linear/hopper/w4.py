@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from kernels.triton.gluon_names import tma_load, tma_store
+from kernels.triton.gluon_names import tma_load, tma_store, wait_ahead
 from kernels.triton.linear.hopper.runs import piece, pieces, sum_parts
 from kernels.triton.linear.hopper.w4_sums import multiply_exact, multiply_floats, multiply_integers
 
@@ -214,6 +214,7 @@ def w4_kernel(
     M, N, tiles, groups, row_tiles, cut, share,
     STAGES: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
     EXACT: gl.constexpr, FP4: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """x, packed (as [K / 128 * N / 2, 128 bytes]), scale (flat) and out are TMA descriptors.
 
@@ -237,6 +238,7 @@ def w4_kernel(
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
+    wait_ahead(OVERLAP)
     rings, bars = (xs, ws, ss), (ready, empty, turns)
     sizes = (row_tiles, N, tiles, groups, cut, share)
     ends = (out, x_scale, unit, bias, parts, arrivals)

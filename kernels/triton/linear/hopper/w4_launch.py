@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.triton.common import is_sm_90, require
+from kernels.triton.common import is_sm_90, overlap, require
 from kernels.triton.linear.hopper.descriptors import THREADS, describe
 from kernels.triton.linear.launch import Product
 from kernels.triton.linear.packing import BLOCK
@@ -139,5 +139,5 @@ def launch_w4(weight: GroupedWeight, levels: Levels, product: Product, tile: Til
         rows, outputs, tiles, groups, row_tiles, cut, share, STAGES=tile.stages,
         EXACT=exact, FP4=fp4, GROUPS=levels.each, PLACES=1 if integers or tile.rows > 128 else 2,
         enable_fp_fusion=not exact, PER_ROW=product.per_row, BIAS=weight.bias is not None,
-        num_warps=4, maxnreg=65536 // THREADS // 8 * 8,
+        num_warps=4, maxnreg=65536 // THREADS // 8 * 8, **overlap(early=False),
     )  # fmt: skip

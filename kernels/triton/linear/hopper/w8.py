@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from kernels.triton.gluon_names import tma_load, tma_store
+from kernels.triton.gluon_names import tma_load, tma_store, wait_ahead
 from kernels.triton.linear.hopper.w4 import cut, zeros
 from kernels.triton.linear.hopper.w4_sums import put, wait
 
@@ -193,7 +193,7 @@ def store(y, place, out, ys, PART: gl.constexpr, NUMBER: gl.constexpr, NUMBERS: 
 def w8a8_many_kernel(
     x, packed, out, x_scale, w_scale, bias, M, N, tiles, groups, row_tiles,
     BAND: gl.constexpr, STAGES: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
-    SEGMENT: gl.constexpr,
+    SEGMENT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """x, packed (int8 as [K / 128 * N, 128], fp8 as [N, K]) and out are TMA descriptors."""
     xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)
@@ -207,6 +207,7 @@ def w8a8_many_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    wait_ahead(OVERLAP)
     rings, bars = (xs, ws), (ready, empty)
     sizes = (row_tiles, N, tiles, groups)
     ends = (out, x_scale, w_scale, bias)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.triton.common import require
+from kernels.triton.common import overlap, require
 from kernels.triton.linear.hopper.descriptors import THREADS, describe
 from kernels.triton.linear.launch import Product
 from kernels.triton.linear.packing import BLOCK
@@ -84,5 +84,5 @@ def launch_w8(
         product.x_scale, scale, bias, rows, outputs, tiles, groups, row_tiles,
         BAND=BAND_ROWS // tile.rows, STAGES=tile.stages, SEGMENT=SEGMENT if long else 0,
         PER_ROW=product.per_row, BIAS=bias is not None, enable_fp_fusion=False,
-        num_warps=4, maxnreg=65536 // THREADS // 8 * 8,
+        num_warps=4, maxnreg=65536 // THREADS // 8 * 8, **overlap(early=False),
     )  # fmt: skip
