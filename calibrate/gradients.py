@@ -253,6 +253,13 @@ def in_blocks(g: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(g, (0, count * size - width)).unflatten(-1, (count, size))
 
 
+def diagonal_blocks(whole: Tensor, size: int) -> Tensor:
+    """Of a matrix [out, out]: [blocks, size, size], the last one filled up with zeros."""
+    rest = -len(whole) % size
+    parts = torch.nn.functional.pad(whole, (0, rest, 0, rest)).unflatten(0, (-1, size))
+    return parts.unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+
+
 def block_size(widths: Iterable[int], most: int) -> int:
     """Most outputs in a block of G, so that the G of all layers take at most some bytes.
 
@@ -293,12 +300,16 @@ class FisherFactors:
     outputs: Tensor
     sequences: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def telling(self) -> tuple[Tensor, Tensor]:
+        """(A, G) that tell best what an error costs: of whole sequences, where these are known."""
+        return self.sequences or (self.inputs, self.outputs)
+
     def kl(self, error: Tensor) -> Tensor:
         """Nats a token that an error of the weight [out, in] costs: fp64, one element."""
-        if self.sequences is not None:
-            return FisherFactors(*self.sequences).kl(error)
-        count, size, _ = self.outputs.shape
+        inputs, outputs = self.telling
+        count, size, _ = outputs.shape
         rows = torch.nn.functional.pad(error.double(), (0, 0, 0, count * size - len(error)))
         blocks = rows.unflatten(0, (count, size))
-        spread = self.outputs.double() @ blocks @ self.inputs.double()
+        spread = outputs.double() @ blocks @ inputs.double()
         return 0.5 * (spread * blocks).sum()

@@ -22,7 +22,8 @@ blocks of N rows that know nothing of each other: [blocks, K, N].
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from ctypes import byref
 from dataclasses import dataclass
 
@@ -142,18 +143,30 @@ def walk(
         for columns_of in _spans(x.shape[1], size):
             errors = torch.zeros_like(x[block, columns_of])
             corner = columns[columns_of, columns_of]
-            for rows_of in _spans(x.shape[2], size):
-                at = (block, columns_of, rows_of)
-                above = slice(0, rows_of.start)  # which have moved these columns already
-                if rows_of.start:
-                    x[at] -= corner.T @ (errors[:, above] @ own[above, rows_of])
-                values_of = None if values is None else values[at]
-                part, blame = rounding.part(at), errors[:, rows_of]
-                factor = own[rows_of, rows_of]
-                walk_tile(Tile(x[at], values_of, part, factor, corner, found[at], blame))
+            with nullcontext() if x.is_cuda else _one_thread():
+                for rows_of in _spans(x.shape[2], size):
+                    at = (block, columns_of, rows_of)
+                    above = slice(0, rows_of.start)  # which have moved these columns already
+                    if rows_of.start:
+                        x[at] -= corner.T @ (errors[:, above] @ own[above, rows_of])
+                    values_of = None if values is None else values[at]
+                    part, blame = rounding.part(at), errors[:, rows_of]
+                    factor = own[rows_of, rows_of]
+                    walk_tile(Tile(x[at], values_of, part, factor, corner, found[at], blame))
             later = slice(columns_of.stop, None)
             x[block, later].addmm_(columns[columns_of, later].T, errors @ own, alpha=-1.0)
     return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For products of a tile, which are too small to wait for other threads again and again."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _spans(total: int, size: int) -> list[slice]:

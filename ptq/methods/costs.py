@@ -7,15 +7,17 @@ With the Fisher factors A and G of a layer (`calibrate.gradients`), |g_t|^2 the 
     K, V rounded, of each head h       1/2 mean_t |g_t,h|^2 e_t^T G_h e_t
 
 Terms of different layers, inputs and caches add up: errors of rounding are independent, and of
-second order in the model's KL there is nothing else but their products. What stands in `rounding`
-rounds the weights, with the scales and the order that it would choose. Nothing is changed.
+second order in the model's KL there is nothing else but their products. What `rounding` would make
+of the weights is an estimate where it rounds with feedback (`ptq.methods.common.feedback`, which
+tells how near it comes), and solved for where it does not, or where factors do not invert.
+Nothing is changed.
 
 `ptq.search` puts this method into the run that a budget begins with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from calibrate import gradients
     from ptq.methods import registry
     from ptq.methods.common import cache
+    from ptq.methods.common.feedback import Feedback
 else:
     cache = later("ptq.methods.common.cache")
     gradients = later("calibrate.gradients")
@@ -118,24 +121,35 @@ class Costs(Method):
 
     def _of_weights(self, work: BlockWork) -> Iterator[tuple[str, Tensor]]:
         costs = {name: [float("nan")] * len(self.spec.schemes) for name in work.targets}
+        rounding = self.spec.rounds()
+        method = rounding.algorithm()
+        assert method is not None, rounding.name
+        feedback = dict(method.feedback(replace(work, events=[])))
         known: dict[str, dict[str, Tensor]] = {}
         for i, scheme in enumerate(self.spec.schemes):
             key = LayerScheme(weights=scheme.weights).model_dump_json()
             if key not in known:
-                known[key] = rounding_costs(work, scheme, self.spec.rounds())
+                known[key] = rounding_costs(work, scheme, method, feedback)
             for name, cost in known[key].items():
                 costs[name][i] = cost.item()
         for name, found in costs.items():
             yield f"{WEIGHTS}/{name}", torch.tensor(found, dtype=torch.float64)
 
 
-def rounding_costs(work: BlockWork, scheme: LayerScheme, rounding: MethodSpec) -> dict[str, Tensor]:
-    """Nats that each target's weight costs once it is rounded; only of those that a scheme fits."""
+def rounding_costs(
+    work: BlockWork, scheme: LayerScheme, method: Method, feedback: Mapping[str, Feedback]
+) -> dict[str, Tensor]:
+    """Nats that each target's weight costs once it is rounded; only of those that a scheme fits.
+
+    Args:
+        work: The block.
+        scheme: Of its targets.
+        method: That rounds them.
+        feedback: Of the targets that need not be solved.
+    """
     alone = scheme.weights_alone if scheme.activations is None else scheme
     fitting = tuple(name for name in work.targets if fits(alone, work.block.linears[name].weight))
-    method = rounding.algorithm()
-    assert method is not None, rounding.name
-    copied = replace(
+    whole = replace(
         work,
         targets=fitting,
         schemes=dict.fromkeys(fitting, alone),
@@ -143,11 +157,19 @@ def rounding_costs(work: BlockWork, scheme: LayerScheme, rounding: MethodSpec) -
         events=[],
         smoothing=[],
     )
+    copied = replace(whole, targets=tuple(name for name in fitting if name not in feedback))
     method.solve(copied)
     method.commit(copied)
-    return {
+    solved = {
         name: work.fisher(name).kl(work.block.linears[name].weight - layer.dequantized())
         for name, layer in copied.quantized.items()
+    }
+    return solved | {
+        name: feedback[name].kl(
+            work.block.linears[name].weight, whole.weight_spec(name), whole.scale_dtype(name)
+        )
+        for name in fitting
+        if name in feedback
     }
 
 
@@ -222,7 +244,7 @@ class RoundedSamples:
 
     def _cached(self, role: CacheRole, x: Tensor, spec: KVCacheSpec, sample: int) -> float:
         """1/2 sum_t,h |g_t,h|^2 e_t^T G_h e_t of one sample's K or V [tokens, heads, D]."""
-        work, name = self.work, self.work.block.attention
+        work, name = self.work, self.work.block.attended
         absmax = work.observed(name, role).channel_absmax
         error = (x - cache.through_cache(x, absmax, spec, role)).double()
         assert work.gradients is not None

@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     import kernels.numerics as numerics
     from formats.stored import weights as storage
     from kernels.triton.calibration import columns as kernels
+    from ptq.methods.common import feedback as expected
     from ptq.methods.common import fitting, moments, rounding
 else:
+    expected = later("ptq.methods.common.feedback")
     fitting = later("ptq.methods.common.fitting")
     kernels = later("kernels.triton.calibration.columns")
     moments = later("ptq.methods.common.moments")
@@ -252,6 +254,20 @@ class GPTQ(LayerMethod):
             factor = self._factor(work, next(iter(modules.values()))[0])
             for names in modules.values():
                 self.solved |= dict(self._solve(work, names, factor))
+
+    def feedback(self, work: BlockWork) -> Iterator[tuple[str, expected.Feedback]]:
+        """Of the layers whose Hessian factors: with G = I in what it makes up for."""
+        for modules in layers_by_input(work).values():
+            names = [name for own in modules.values() for name in own]
+            found, hessian = self._factor(work, names[0]), work.second_moments(names[0])
+            if found is None:
+                continue
+            for name in names:
+                inputs, outputs = work.fisher(name).telling
+                rows = outputs.diagonal(dim1=1, dim2=2).flatten()
+                rows = rows[: len(work.block.linears[name].weight)]
+                columns = expected.amplified(found[0], found[1], inputs)
+                yield name, expected.Feedback(rows, columns, self.spec.scale, hessian)
 
     def _solve(
         self, work: BlockWork, names: list[str], factor: tuple[Tensor, Tensor] | None

@@ -55,15 +55,19 @@ if TYPE_CHECKING:
     import kernels.feedback as feedback
     import kernels.numerics as numerics
     import kernels.triton.calibration.feedback as triton_feedback
+    from calibrate import gradients
     from calibrate.gradients import FisherFactors
     from formats.stored import weights as storage
     from formats.stored.weights import StoredWeight
     from ptq.methods import gptq
+    from ptq.methods.common import feedback as expected
     from ptq.methods.common import fitting, rounding
 else:
+    expected = later("ptq.methods.common.feedback")
     feedback = later("kernels.feedback")
     fitting = later("ptq.methods.common.fitting")
     gptq = later("ptq.methods.gptq")
+    gradients = later("calibrate.gradients")
     numerics = later("kernels.numerics")
     rounding = later("ptq.methods.common.rounding")
     storage = later("formats.stored.weights")
@@ -318,6 +322,23 @@ class TwoSided(LayerMethod):
             work.events.append(Event(module=name, kind="fallback", message=message))
             stored = plain
         return QuantizedLinear(stored, spec, work.input_scale(name), statistic)
+
+    def feedback(self, work: BlockWork) -> Iterator[tuple[str, expected.Feedback]]:
+        """Of the layers whose factors invert."""
+        for name in work.targets:
+            factors, height = work.fisher(name), len(work.block.linears[name].weight)
+            side = self._side(work, name, "inputs", factors.inputs, self.spec.damp)
+            sides = self._outputs(work, name, factors)
+            if side is None or sides is None:
+                continue
+            inputs, outputs = factors.telling
+            if len(outputs) < len(sides):  # a whole one, of which its diagonal blocks are read
+                outputs = gradients.diagonal_blocks(outputs[0], factors.outputs.shape[1])
+            amplified = expected.amplified
+            rows = [amplified(s.factor, s.order, g) for s, g in zip(sides, outputs, strict=True)]
+            columns = amplified(side.factor, side.order, inputs)
+            found = torch.cat(rows)[:height]
+            yield name, expected.Feedback(found, columns, self.spec.scale, factors.inputs)
 
     def _outputs(self, work: BlockWork, name: str, factors: FisherFactors) -> list[Side] | None:
         """Every diagonal block of G; None where one of them cannot be used."""

@@ -146,7 +146,7 @@ def counting_recipe(recipe: Recipe) -> Recipe:
             "budget": None,
             **_with_head(recipe),
             "methods": (*before, costs, plain),
-            "statistics": StatisticsSpec(hessians=True),
+            "statistics": StatisticsSpec(hessians=True, gradients=True),
             "output": OutputSpec(path=recipe.output.path / BUDGET_FOLDER),
             "report": ReportSpec(),
         }

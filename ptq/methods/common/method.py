@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ptq.methods.common.block import QuantizedLinear
+    from ptq.methods.common.feedback import Feedback
 
 
 MomentKind = Literal["none", "diagonal", "full"]
@@ -79,6 +80,13 @@ class Method(ABC):
     @abstractmethod
     def solve(self, work: BlockWork) -> None:
         """Decide, changing nothing of the block."""
+
+    def feedback(self, work: BlockWork) -> Iterator[tuple[str, Feedback]]:
+        """What rounding the targets is expected to cost in any scheme, by full name.
+
+        None of those that only solving tells of.
+        """
+        yield from ()
 
     def found(self) -> dict[str, Tensor]:
         """What `solve` has decided and `keeps` tells of; asked before `commit`."""
