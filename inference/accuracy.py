@@ -194,10 +194,15 @@ def compare_logits(original: Tensor, quantized: Tensor, ids: Tensor) -> Sequence
         quantized: Of the quantized model, of the same shape.
         ids: Token ids int64 [T].
     """
-    targets = ids[1:].to(original.device)
+    return compare_predictions(original[:-1], quantized[:-1], ids[1:])
+
+
+def compare_predictions(original: Tensor, quantized: Tensor, targets: Tensor) -> SequenceScores:
+    """`compare_logits`, where row i predicts target i: logits fp32 [n, vocabulary], int64 [n]."""
+    targets = targets.to(original.device)
     parts = [
         torch.stack(_compare_rows(p, q, targets[rows]))
-        for rows, p, q in _chunks(original[:-1], quantized[:-1])
+        for rows, p, q in _chunks(original, quantized)
     ]
     return SequenceScores(*torch.cat(parts, dim=1).cpu())
 

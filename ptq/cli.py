@@ -39,6 +39,10 @@ COMMANDS = {
         "complete a prompt, or a file of prompts with scores",
     ),
     "eval": ("ptq.commands.eval", "run standard tasks on a checkpoint, by lm-eval"),
+    "certify": (
+        "ptq.commands.certify",
+        "certify a checkpoint against its original: texts, answers, JSON, long contexts",
+    ),
     "chat": ("inference.chat", "talk with a model in the terminal"),
     "serve": (
         "inference.server.command",

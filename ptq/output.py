@@ -23,6 +23,9 @@ RECIPE_FILE = "recipe.yaml"
 REPORT_FOLDER = "report"
 
 
+CERTIFICATE_PAGE = "certificate.html"  # in the checkpoint, beside certificate.json
+
+
 STATISTICS_FILE = "statistics.safetensors"
 
 

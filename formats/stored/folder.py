@@ -41,7 +41,10 @@ SETTINGS_FILES = (
 """What other software has in the place of config.json's `quantization_config`, or beside it: GPTQ's
 or AWQ's, AWQ's, AutoRound's, ModelOpt's."""
 QUANTIZED = (".qweight", ".weight_scale", ".weight_scale_inv", ".weight_packed")
-NOT_AUXILIARY = {CONFIG, "model.safetensors.index.json", "README.md", *SETTINGS_FILES}
+CERTIFICATE = "certificate.json"  # of these weights alone
+NOT_AUXILIARY = {
+    CONFIG, CERTIFICATE, "model.safetensors.index.json", "README.md", *SETTINGS_FILES
+}  # fmt: skip
 AUXILIARY = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 AGAIN = "Copy the checkpoint again, or write it again"
 

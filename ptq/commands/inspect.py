@@ -22,8 +22,10 @@ from formats.namespace import later
 
 if TYPE_CHECKING:
     from formats.checkpoint import read
+    from ptq.certify import certificate
     from ptq.report import inspection
 else:
+    certificate = later("ptq.certify.certificate")
     inspection = later("ptq.report.inspection")
     read = later("formats.checkpoint.read")
 
@@ -53,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.csv is not None and not found.scales:
         raise RequestError("--csv: the checkpoint has no scales, there is no table to write")
     print("\n".join(inspection.describe(found, arguments.top)))
+    if certified := certificate.describe(folder):
+        print(f"\n{certified}")
     if arguments.json is not None:
         text = json.dumps(found.model_dump(mode="json"), indent=1)
         replace_file(arguments.json, f"{text}\n".encode())

@@ -28,13 +28,17 @@ if TYPE_CHECKING:
     import ptq.plan.plan as planning
     import ptq.report.report as reporting
     from ptq import result as results
+    from ptq.certify import run as certifying
     from ptq.convert import beside
+    from ptq.evaluate import comparison
     from ptq.pipeline import driver, resume
     from ptq.plan import preflight
     from ptq.search import record
     from ptq.search import search as searching
 else:
     beside = later("ptq.convert.beside")
+    certifying = later("ptq.certify.run")
+    comparison = later("ptq.evaluate.comparison")
     driver = later("ptq.pipeline.driver")
     planning = later("ptq.plan.plan")
     preflight = later("ptq.plan.preflight")
@@ -92,13 +96,21 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     print(*checkpoint_lines(result.checkpoint), *others, sep="\n")
     print(f"report:     {typed_path(report.folder / 'report.html')}")
     print(f"recipe:     {typed_path(output / RECIPE_FILE)} (every setting; `ptq run` repeats it)")
+    red = not report.passed
+    if (level := plan.recipe.report.certificate) is not None:
+        original, where = plan.recipe.model.folder, comparison.report_devices(plan.recipe)[0]
+        found = certifying.certify(
+            result.checkpoint, original, level=level, device=where, progress=progress
+        )
+        print(f"certified:  {found.headline}")
+        red = red or found.verdict == "red"
     print("\nNext:")
     first = [report.change_first] if report.change_first else []
     for command in (*first, *next_commands(result.checkpoint)):
         print(f"  {command}")
     if shutil.which("ptq") is None:
         print("(`ptq` is not on the path here; `python -m ptq` stands for it)")
-    return 0 if report.passed else 1
+    return 1 if red else 0
 
 
 def parser() -> argparse.ArgumentParser:

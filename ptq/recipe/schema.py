@@ -350,6 +350,10 @@ class ReportSpec(Strict):
     """Most items of each of these tasks."""
     completions: Annotated[int, Field(ge=0)] = 3
     """Prompts from the evaluation text that both models complete, to be read side by side."""
+    certificate: Literal["quick", "full"] | None = None
+    """Certify the checkpoint after the report, as `ptq certify --level` does; where a figure is
+    red, so is the run.
+    """
     peers: tuple[PeerChoice, ...] = ()
     """Other tools that quantize the same model, shown beside our run: a name each, or a mapping."""
     device: Literal["auto", "cpu", "cuda"] | DevicesSpec = "auto"

@@ -1,0 +1,1 @@
+"""A certificate of what quantization cost: figures paired with the original, judged by tests."""

@@ -1,0 +1,196 @@
+"""What a certificate is measured with: the level's sizes, seeds, the text, both engines."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from calibrate.sources import guess_columns, local_documents, plain_text, stdlib_documents
+from formats.chat_template import read_messages, render_chat
+from formats.errors import RecipeError, RequestError
+from formats.text_tokens import leading_tokens
+from inference.engine import Engine
+from inference.requests.request import SamplingParams
+
+LevelName = Literal["quick", "full"]
+
+
+@dataclass(frozen=True)
+class Level:
+    """How much is measured.
+
+    Attributes:
+        windows: Of each kind of text.
+        window: Tokens of one.
+        long: Long windows of each kind of text.
+        longest: Most tokens of a long window.
+        answers: Prompts that both models answer.
+        drawn: How many of these are answered by sampling, too.
+        new: Most tokens of an answer.
+        objects: JSON objects or calls.
+        contexts: Of each task and length.
+        asked: Questions about each.
+        reach: Most tokens of a context.
+        tasks: Items of each standard task, where lm-eval is installed.
+    """
+
+    windows: int
+    window: int
+    long: int
+    longest: int
+    answers: int
+    drawn: int
+    new: int
+    objects: int
+    contexts: int
+    asked: int
+    reach: int
+    tasks: int = 0
+
+
+LEVELS: Mapping[LevelName, Level] = {
+    "quick": Level(12, 512, 1, 4096, 48, 16, 64, 32, 3, 8, 2048),
+    "full": Level(48, 512, 4, 32768, 128, 64, 256, 96, 6, 8, 1 << 20, 100),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that decides what is asked; equal settings give equal cases.
+
+    Attributes:
+        level: The sizes.
+        seed: Of all that is drawn.
+        texts: Text by its kind.
+        tokenizer: A transformers tokenizer.
+        length: Most tokens of a sequence that both models allow.
+    """
+
+    level: Level
+    seed: int
+    texts: Mapping[str, str]
+    tokenizer: Any
+    length: int
+
+    def draw(self, purpose: str) -> random.Random:
+        """Random numbers of their own for each purpose."""
+        return random.Random(f"{self.seed} {purpose}")
+
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        """Token ids; with what stands before every text where it begins one."""
+        ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return [*leading_tokens(self.tokenizer), *ids] if begins else ids
+
+    def windows(self, kind: str, count: int, length: int, purpose: str) -> list[list[int]]:
+        """Pieces of a text of so many tokens, one from each of equal parts of it."""
+        text, draw, found = self.texts[kind], self.draw(f"{purpose} {kind}"), list[list[int]]()
+        for i in range(count):
+            start = int((i + draw.random() / 2) * len(text) / count)
+            start = text.find("\n", start) + 1
+            taken = text[start : start + 12 * length] or text[: 12 * length]
+            found.append(self.encode(taken, begins=True)[:length])
+        return [ids for ids in found if len(ids) > length // 2]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both engines, idle."""
+
+    original: Engine
+    quantized: Engine
+
+    def __iter__(self) -> Any:
+        return iter((self.original, self.quantized))
+
+
+def read_texts(prompts: Path | None, tokenizer: Any) -> dict[str, str]:
+    """Text by its kind: a file's, or else prose and code that come with Python.
+
+    Args:
+        prompts: As calibration data: a table with a column of text or of chats, or text.
+        tokenizer: Renders chats.
+
+    Raises:
+        RecipeError: it cannot be read, or holds too little.
+    """
+    if prompts is None:
+        return {"prose": _prose(), "code": "\n".join(stdlib_documents("evaluation"))}
+    column = guess_columns(prompts)
+
+    def text_of(value: Any) -> str:
+        if isinstance(value, str):
+            return plain_text(value)
+        return render_chat(tokenizer, read_messages(value))
+
+    rows = local_documents(prompts, next(iter(column.values()), "text"), text_of)
+    text = "\n\n".join(row for row in rows if row.strip())
+    if len(text) < 2000:
+        raise RecipeError(
+            f"{prompts}: found {len(text):,} characters of text; 2,000 are needed at the least. "
+            "Give more prompts, or leave --prompts out"
+        )
+    return {"prompts": text}
+
+
+def _prose() -> str:
+    """The language reference that Python keeps for its help, or what modules say of themselves.
+
+    Raises:
+        RecipeError: this Python has neither.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        parts = [text.split('"""')[1] for text in stdlib_documents("evaluation") if '"""' in text]
+        return "\n\n".join(parts)
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def answers(engine: Engine, prompts: Sequence[Sequence[int]], params: Any, bar: Any) -> list[Any]:
+    """An engine's outputs, in the order of prompts; those that begin alike run near each other.
+
+    Raises:
+        RequestError: a prompt is refused.
+    """
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: list(prompts[i]))
+    places = {engine.add_request(prompts[i], each[i]): i for i in order}
+    done: dict[int, Any] = {}
+    while len(done) < len(places):
+        for output in engine.advance().finished:
+            if output.finish_reason == "error":
+                raise RequestError(f"a request of the certificate failed: {output.error}")
+            done[places[output.request_id]] = output
+            bar.update()
+    return [done[i] for i in range(len(prompts))]
+
+
+@dataclass(frozen=True)
+class Said:
+    """A continuation's log probability, of so many tokens, and whether it is greedy."""
+
+    total: float
+    tokens: int
+    greedy: bool
+
+
+def likelihoods(
+    engine: Engine, asked: Sequence[tuple[Sequence[int], Sequence[int]]], bar: Any
+) -> list[Said]:
+    """Of each (context, continuation); what contexts have in common is computed once."""
+    prompts = [[*context, *continuation] for context, continuation in asked]
+    params = [
+        SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=len(context))
+        for context, _ in asked
+    ]
+    found = []
+    for output, (context, _) in zip(answers(engine, prompts, params, bar), asked, strict=True):
+        logprobs, ids, total, greedy = output.prompt_logprobs, output.prompt_token_ids, 0.0, True
+        for i in range(len(context), len(ids)):
+            total += logprobs[i][ids[i]]
+            greedy = greedy and logprobs[i][ids[i]] >= max(logprobs[i].values())
+        found.append(Said(total, len(ids) - len(context), greedy))
+    return found
