@@ -279,7 +279,7 @@ class BlockSums:
             self._of(name, OUTPUT).observe(sample, g, tokens, count, x)
 
         def on_kv(role: str, g: Tensor) -> None:
-            self._of(self._block.attention, role).observe(sample, g)
+            self._of(self._block.attended, role).observe(sample, g)
 
         self._of(self._block.name, STATES).observe(sample, gradient.to(self._block.device))
         return self._block.backward(sample, gradient, on_output, on_kv)

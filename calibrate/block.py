@@ -73,7 +73,7 @@ class DecoderBlock:
     Attributes:
         name: Full name, such as `model.layers.0`.
         family: The declaration of its model's family; None where there is none.
-        attention: Full name of its attention module.
+        attention: Full name of its attention module; None where it has none.
         module: The block; its float weights may be replaced by methods.
         linears: Its linear layers by full name.
         device: Where its weights are.
@@ -89,7 +89,7 @@ class DecoderBlock:
         self,
         name: str,
         family: Family | None,
-        attention: str,
+        attention: str | None,
         module: nn.Module,
         inputs: list[Tensor],
         given: dict[int, Given],
@@ -135,6 +135,12 @@ class DecoderBlock:
         """The declaration of its model's family, for methods that are refused without one."""
         assert self.family is not None
         return self.family
+
+    @property
+    def attended(self) -> str:
+        """Full name of its attention module, where it is known to have one."""
+        assert self.attention is not None, f"{self.name} has no attention"
+        return self.attention
 
     def submodule(self, name: str) -> nn.Module:
         """A module of the block by its full name, such as `model.layers.0.input_layernorm`."""
@@ -285,12 +291,13 @@ class DecoderBlock:
                 stack.callback(linear.register_forward_hook(hook).remove)
             names = self.family and self.family.attention
             latent = names if isinstance(names, LatentAttention) else None
-            attention = self.submodule(self.attention)
 
             def show_kv(role: str, g: Tensor) -> None:
                 on_kv(role, self._without_sinks(g, None))
 
-            stack.enter_context(watched_gradients(attention, latent, show_kv))
+            if self.attention is not None:
+                attention = self.submodule(self.attention)
+                stack.enter_context(watched_gradients(attention, latent, show_kv))
             yield
 
     def _without_sinks(self, g: Tensor, tokens: Tensor | None) -> Tensor:
@@ -344,7 +351,7 @@ class DecoderBlock:
         cache: Cache | None,
         on_sinks: OnInput | None,
     ) -> Iterator[None]:
-        attention, first = self.submodule(self.attention), self.sinks
+        first = self.sinks
 
         def others(k: Tensor, v: Tensor) -> None:
             if on_kv is not None:
@@ -366,7 +373,10 @@ class DecoderBlock:
                 if isinstance(experts, Experts):
                     name = self._names[path]
                     stack.enter_context(experts.watched(name, on_input is not None, on_route))
-            names = self.family and self.family.attention
+            if self.attention is None:
+                yield
+                return
+            names, attention = self.family and self.family.attention, self.submodule(self.attention)
             if isinstance(names, LatentAttention):
                 assert cache is None  # no method replaces what is cached there
                 stack.enter_context(watched_latent(attention, names, show))

@@ -29,7 +29,7 @@ from calibrate.workers import ReadAhead
 from formats.errors import CheckpointError
 from formats.families.registry import find_family
 from formats.modeling.layers import (
-    attention_names,
+    attention_of_blocks,
     block_names,
     head_name,
     structure_of,
@@ -131,7 +131,7 @@ class BlockStream:
         self._list = self._found.list if self._found else "model.layers"
         self._meta_blocks = list(self._model.get_submodule(self._list))
         self._refuse_unknown_attention()
-        self.blocks, self._attentions = block_names(values), attention_names(values)
+        self.blocks, self._attentions = block_names(values), attention_of_blocks(values)
         self.inputs: list[Tensor] = []
         self.quantized_inputs: list[Tensor] | None = [] if quantized_path else None
         self.sinks = 0
@@ -144,14 +144,13 @@ class BlockStream:
         Raises:
             CheckpointError: the model's code hands it to attention.
         """
-        for block in self._found.blocks if self._found else ():
-            unknown = set(block.attention.arguments) - BESIDE.keys() - {"mask"}
-            masked = "mask" in block.attention.arguments and len(block.attention.arguments) > 1
+        for site in self._found.attentions if self._found else ():
+            unknown = set(site.arguments) - BESIDE.keys() - {"mask"}
+            masked = "mask" in site.arguments and len(site.arguments) > 1
             if unknown or masked:
-                told = ", ".join(sorted(unknown or block.attention.arguments))
+                told = ", ".join(sorted(unknown or site.arguments))
                 raise CheckpointError(
-                    f"{block.attention.module}: its code hands {told} to attention, which is not "
-                    "computed here"
+                    f"{site.module}: its code hands {told} to attention, which is not computed here"
                 )
 
     def linears(self, block: str) -> tuple[str, ...]:

@@ -71,6 +71,9 @@ class EngineConfig(Strict):
             model's type on a GPU.
         prefix_cache: Keep K and V of what requests have computed as long as there is room, so that
             others that begin with the same tokens need not compute them.
+        state_snapshots: Of a model that keeps a recurrent state: how many states are kept beside
+            the cached blocks, without which a beginning is computed again; default: as many as
+            `max_batch_size`, and at least 32.
         target_itl_ms: Wanted milliseconds between two tokens of a request: in a step that has
             others, prompts are computed in chunks for which there is that much time, by what past
             steps took. Default: as many tokens as fit a step. On a GPU, how a prompt is cut may
@@ -98,6 +101,7 @@ class EngineConfig(Strict):
     kv_memory: float | None = Field(default=None, gt=0, lt=1)
     kv_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     prefix_cache: bool = True
+    state_snapshots: int | None = Field(default=None, ge=0)
     target_itl_ms: float | None = Field(default=None, gt=0)
     eager: bool = False
     invariant: bool = False
@@ -138,4 +142,4 @@ class EngineConfig(Strict):
         assert self.kv_memory is not None
         one = blocks_for(length)
         most = MOST_TIMES * one * self.max_batch_size
-        return max(one, min(most, int(free * self.kv_memory) // each))
+        return max(one, min(most, int(free * self.kv_memory) // max(each, 1)))

@@ -47,11 +47,13 @@ from inference.scheduling.blocks import BlockChanges, BlockManager, KVStats
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Held, Terms, check_beams
 from inference.scheduling.sequence import Sequence as TokenSequence
+from inference.scheduling.states import SNAPSHOTS, StateRows, piece_of
 from inference.scheduling.work import Work
 from inference.speculate.chain import Target
 from inference.speculate.decoder import SpeculativeDecoder
 from inference.structured.compiler import GrammarCompiler
-from inference.transformers_code.choose import check_config, read_shape
+from inference.transformers_code.choose import Shape, check_config, read_shape
+from inference.transformers_code.model import CodeModel, CodeShape
 from kernels.attention_inputs import KVPool
 
 
@@ -72,6 +74,7 @@ class Engine:
         model: What runs: a decoder as its family is declared, or transformers' own code.
         config: Sizes, all resolved.
         quantized_kv: Whether K and V are quantized in the cache.
+        state_bytes: Bytes of recurrent states, those of snapshots with them; 0 without.
         pools: The cache, layer by layer.
         loop: Runs steps.
         speculation: Gives steps their drafts, and tells how many were accepted; None without.
@@ -97,6 +100,7 @@ class Engine:
         length, blocks = config.sizes(shape.max_positions)
         with backend.loading(checkpoint.nbytes):
             self.model: Model = backend.load(checkpoint, shape, length)
+        states, self.state_bytes = self._keep_states(shape, config)
         sizes = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
         cache = CacheShape.of_model(checkpoint, shape, sizes, quantized=quantized_kv)
         self.quantized_kv = cache.quantized
@@ -109,7 +113,7 @@ class Engine:
         ends = end_tokens(checkpoint, tokenizer)
         self._ends = frozenset(token for token in ends if token < shape.vocab_size)  # can come
         self._grammars = GrammarCompiler(tokenizer, shape.vocab_size, self._ends)
-        self._blocks = BlockManager(blocks, prefix_cache=config.prefix_cache)
+        self._blocks = BlockManager(blocks, prefix_cache=config.prefix_cache, states=states)
         self.speculation: SpeculativeDecoder | None = None
         self._start()
         if config.speculate is not None:
@@ -119,6 +123,25 @@ class Engine:
             own = config.speculate
             make = draft_methods()[own.method].make
             self.speculate_by(make(own.path, target), own.depth)
+
+    def _keep_states(self, shape: Shape, config: EngineConfig) -> tuple[StateRows | None, int]:
+        """Rows of recurrent states, taken before the cache's share of the memory; their bytes."""
+        if not (isinstance(shape, CodeShape) and shape.structure.mixers):
+            return None, 0
+        assert isinstance(self.model, CodeModel)
+        if config.speculate is not None:
+            raise EngineError(
+                f"{self.checkpoint.config.get('model_type')} keeps a recurrent state, which does "
+                "not go back over drafts that are not accepted; run it without speculate"
+            )
+        kept = config.state_snapshots if config.prefix_cache else 0
+        places = config.max_batch_size
+        rows = StateRows(
+            places + 1,
+            max(places, SNAPSHOTS) if kept is None else kept,
+            piece_of(config.max_batched_tokens, places),
+        )
+        return rows, self.model.keep_states(rows.rows)
 
     def _start(self) -> None:
         """Be ready for the first request."""
@@ -531,6 +554,13 @@ class Engine:
             RequestError: as in `add_request`.
             EngineError: running requests hold the cache's blocks.
         """
+        parts = list(self.score_parts(ids, adapter))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def score_parts(
+        self, ids: Tensor | Sequence[int], adapter: str | None = None
+    ) -> Iterator[Tensor]:
+        """`score`, a step's tokens at a time: logits of `max_batched_tokens` at the most."""
         tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         self._check_prompt(tokens, room=0)
         terms = Terms(adapter=self._slot_of(adapter))
@@ -540,23 +570,29 @@ class Engine:
         finite = False
         try:
             self._requests.prepare_cache()
-            parts = [self.loop.score(part) for part in self._parts(sequence)]
-            logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-            finite = bool(torch.isfinite(logits[-1]).all())
-            return logits
+            for part in self._parts(sequence):
+                logits = self.loop.score(part)
+                finite = bool(torch.isfinite(logits[-1]).all())
+                yield logits
         finally:
             self._scheduler.leave_apart(sequence, seen=len(tokens) if finite else 0)
 
     def _change_blocks(self, changes: BlockChanges) -> None:
         self.backend.change_blocks(self.pools, changes)
+        if changes.states:
+            assert isinstance(self.model, CodeModel)
+            self.model.copy_states(changes.states)
         if self.speculation is not None:
             self.speculation.note_changes(changes)
 
     def _parts(self, sequence: TokenSequence) -> Iterator[Work]:
         """The steps that compute a sequence that is run apart."""
         batch, count = self._scheduler.batch, len(sequence)
-        for start in range(0, count, self.config.max_batched_tokens):
-            now = min(self.config.max_batched_tokens, count - start)
+        step = self.config.max_batched_tokens
+        if batch.states is not None:
+            step -= step % batch.states.piece
+        for start in range(0, count, step):
+            now = min(step, count - start)
             work = Work.of(batch, np.array([batch.spare]), np.array([now]))
             yield work
             self._scheduler.advance(work)

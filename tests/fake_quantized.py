@@ -29,7 +29,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.families.family import LatentAttention
 from formats.families.registry import find_family
 from formats.families.sizes import latent_sizes
-from formats.modeling.layers import attention_names
+from formats.modeling.layers import attention_of_blocks
 from kernels.numerics import INT4, TYPES, dequantize, fake_quantize, fake_quantize_activations
 from kernels.packed_cache import token_scales, turn_size, turned
 
@@ -51,10 +51,11 @@ def fake_quantized_logits(checkpoint: Checkpoint, ids: Tensor) -> Tensor:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
     if checkpoint.scheme.kv_cache is not None:
         model.set_attn_implementation(ATTENTION)
-        names = attention_names(checkpoint.config)
+        names = attention_of_blocks(checkpoint.config)
         for module in model.modules():
-            if getattr(module, "layer_idx", None) is not None:
-                name = names[module.layer_idx]
+            index = getattr(module, "layer_idx", None)
+            name = None if index is None else names[index]
+            if name is not None:
                 static = checkpoint.kv_scales.get(name, (None, None))
                 module.fake_cache = checkpoint.kv_scheme_of(name), *static
                 module.fake_offset = checkpoint.kv_offsets.get(name)

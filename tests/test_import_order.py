@@ -1,7 +1,7 @@
 """The plan of the house: which room stands on which, and that no import runs back down to up.
 
     ptq          text, output < methods < result, recipe < plan < pipeline, peers, evaluate < search
-                 < report, convert < api < sweep < commands
+                 < report, convert < certify < api < sweep < commands
     inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
                  < parallel, speculate, adapters < engine < bench, server
     calibrate    from a model and text to statistics
@@ -94,6 +94,7 @@ FLOORS = {
         pipeline peers evaluate
         search
         report convert
+        certify
         api
         sweep
         commands

@@ -94,6 +94,24 @@ SIZES: dict[str, Any] = {
 }
 LAYER_COUNTS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 OWN: dict[str, dict[str, Any]] = {  # what the sizes above do not tell
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+    },
+    "falcon_h1": {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 2, "state_size": 16},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "bloom": {"seq_length": 512},  # as published ones have
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
@@ -124,7 +142,8 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     known = {*default.to_dict(), *default.attribute_map, *vars(default)}
     values = {key: value for key, value in SIZES.items() if key in known}
     kinds = tuple(dict.fromkeys(getattr(default, "layer_types", None) or ()))
-    if len(kinds) > 1:  # one layer of each kind
+    fixed = isinstance(getattr(kind, "layer_types", None), property)  # of other values
+    if len(kinds) > 1 and not fixed:  # one layer of each kind
         values |= {"layer_types": list(kinds), **dict.fromkeys(LAYER_COUNTS & known, len(kinds))}
     if "kv_lora_rank" in known:  # latent attention: heads are not cut from these
         values.pop("head_dim", None)

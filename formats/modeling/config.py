@@ -18,7 +18,7 @@ def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
     Raises:
         CheckpointError: transformers knows no such model, or refuses a value.
     """
-    rest = dict(values)
+    rest = plain_values(values)
     kind = str(rest.pop("model_type", None))
     make_known(kind)
     try:
@@ -30,3 +30,19 @@ def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
             f"config.json: transformers {found} ({reason}). Correct it, or copy that of the "
             "original model"
         ) from error
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a config.json, infinities as numbers."""
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value with the infinities that transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity"):
+        return float(value["__float__"])
+    return {name: _plain(part) for name, part in value.items()}

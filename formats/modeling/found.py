@@ -15,6 +15,7 @@ from formats.modeling.config import transformers_config
 from formats.modeling.experts import Experts
 from formats.modeling.load import FAULTS
 from formats.modeling.model import built, take_apart
+from formats.modeling.states import find_mixers, narrow_linears
 from formats.modeling.stored_names import named_modules, renamed_modules, tied_names
 from formats.modeling.structure import AttentionSite, BlockStructure, Structure
 from formats.modeling.trace import PROBE, Call, Key, Seen, is_stack, key_of, run
@@ -23,6 +24,9 @@ NEUTRAL = frozenset(  # arguments that change no number, or whose meaning is kep
     """dropout scaling sliding_window is_causal position_ids use_cache cache_position layer_idx
     output_attentions output_hidden_states output_router_logits logits_to_keep""".split()
 )
+
+
+TOKENWISE = frozenset({"mlp", "moe"})  # types of blocks that look at one token alone
 
 
 def found_structure(values: Mapping[str, Any]) -> Structure:
@@ -34,20 +38,20 @@ def found_structure(values: Mapping[str, Any]) -> Structure:
     if config.is_encoder_decoder:
         raise _refused(kind, "it is an encoder and a decoder; only decoders are run here")
     model = _model(kind, config)
-    _refuse_other_states(kind, model, config)
+    mixers = _mixers(kind, model)
     stored = take_apart(model)
     try:
-        seen = run(model)
+        seen = run(model, masked=not mixers)
     except FAULTS as error:
         reason = " ".join(str(error).split())
         why = f"its code does not run on shapes alone ({type(error).__name__}: {reason})"
         raise _refused(kind, why) from error
     names = named_modules(model)
-    blocks = _calls_by_block(kind, model, seen, names)
+    blocks = _calls_by_block(kind, model, seen, names, mixers)
     renamed = {name: own for name, own in stored.items() if name != own}
     modules = _stored_modules(names, stored)
     return Structure(
-        blocks=tuple(_blocks(model, blocks, seen, modules)),
+        blocks=tuple(_blocks(model, blocks, seen, modules, mixers)),
         list=next(iter(blocks)).rpartition(".")[0],
         embedding=modules[model.get_input_embeddings()],
         norm=_last_norm(model, seen, modules),
@@ -75,51 +79,60 @@ def _model(kind: str, config: PretrainedConfig) -> Any:
         raise _refused(kind, f"transformers cannot build a causal LM of it: {reason}") from error
 
 
-def _refuse_other_states(kind: str, model: nn.Module, config: PretrainedConfig) -> None:
-    """Refuse blocks that keep another state between tokens than K and V."""
-    layers = getattr(config.get_text_config(), "layer_types", None) or ()
-    others = {t for t in layers if "attention" not in str(t) or "linear" in str(t)}
-    others |= {
-        type(part).__name__
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Conv1d) and block_of(f"{name}.weight")
-    }
-    if others:
-        raise _refused(
-            kind,
-            f"its blocks keep another state than K and V ({', '.join(sorted(map(str, others)))}): "
-            "it is a hybrid or no attention model",
+def _mixers(kind: str, model: nn.Module) -> dict[str, nn.Module]:
+    """What keeps a state beside K and V, by names in the code; other states are refused."""
+    try:
+        return find_mixers(model)
+    except LookupError as error:
+        why = (
+            f"its blocks keep another state than K and V ({error}), and its code does not take it "
+            "from a cache"
         )
+        raise _refused(kind, why) from error
 
 
 def _calls_by_block(
-    kind: str, model: nn.Module, seen: Seen, names: Mapping[nn.Module, str]
-) -> dict[str, Call]:
+    kind: str,
+    model: nn.Module,
+    seen: Seen,
+    names: Mapping[nn.Module, str],
+    mixers: Mapping[str, nn.Module],
+) -> dict[str, Call | None]:
     """The attention of each block, by the block's name in the code, in their order.
 
     Raises:
-        CheckpointError: attention is called nowhere, outside of blocks, or not once in each.
+        CheckpointError: attention is called nowhere, outside of blocks, or more than once in one;
+            or a block mixes tokens otherwise than by attention and by mixers.
     """
-    if not seen.calls:
+    if not seen.calls and not mixers:
         why = "its attention does not go through transformers' attention interface"
         raise _refused(kind, why)
     found: dict[str, Call] = {}
+    inside = {part for mixer in mixers.values() for part in mixer.modules()}
     for call in seen.calls:
         block = block_of(f"{names[call.module]}.q")
         if block is None or block in found:
             raise _refused(kind, "its blocks do not call attention once each")
+        if call.module in inside:
+            raise _refused(kind, "its attention keeps a state of its own beside K and V")
         found[block] = call
-    parents = {block.rpartition(".")[0] for block in found}
+    stateful = {block_of(f"{name}.q") for name in mixers}
+    parents = {str(block).rpartition(".")[0] for block in found.keys() | stateful}
     if len(parents) > 1:
-        raise _refused(kind, f"its attention lies in several lists: {', '.join(sorted(parents))}")
-    every = model.get_submodule(parents.pop())
-    if len(list(every.children())) != len(found):
-        why = f"only {len(found)} of {len(list(every.children()))} blocks have attention: a hybrid"
-        raise _refused(kind, why)
+        raise _refused(kind, f"its blocks lie in several lists: {', '.join(sorted(parents))}")
+    parent = parents.pop()
+    every = [f"{parent}.{name}" for name, _ in model.get_submodule(parent).named_children()]
+    layers = getattr(getattr(model, "config", None), "layer_types", None) or ()
+    told = dict(zip(every, map(str, layers), strict=False))
+    others = [name for name in every if name not in found and name not in stateful]
+    unknown = {told.get(name, "nothing of config.json") for name in others} - TOKENWISE
+    if unknown:
+        why = f"{len(others)} of {len(every)} blocks have neither attention nor a known state: "
+        raise _refused(kind, why + ", ".join(sorted(unknown)))
     for call in found.values():
         if _sees_later_tokens(call, seen):
             raise _refused(kind, "its tokens see later ones: it is an encoder")
-    return found
+    return {name: found.get(name) for name in every}
 
 
 def _allowed(call: Call, seen: Seen, query: int, key: int) -> bool | None:
@@ -163,28 +176,33 @@ def is_norm(module: nn.Module) -> bool:
 
 def _blocks(
     model: nn.Module,
-    calls: Mapping[str, Call],
+    calls: Mapping[str, Call | None],
     seen: Seen,
     modules: Mapping[nn.Module, str],
+    mixers: Mapping[str, nn.Module],
 ) -> Iterator[BlockStructure]:
+    narrow = {part for mixer in mixers.values() for part in narrow_linears(mixer)}
     for name, call in calls.items():
         block = model.get_submodule(name)
         routers = {part for part in _routers(block) if part in seen.reads}
-        linears = [
+        every = [
             part
             for part in block.modules()
             if is_linear(part) and part in seen.reads and part not in routers | seen.weighed
         ]
-        readers = [part for part in block.modules() if part in routers or part in set(linears)]
+        linears = [part for part in every if part not in narrow]
+        readers = [part for part in block.modules() if part in routers or part in set(every)]
         inputs, norms = _inputs(readers, seen, modules)
         yield BlockStructure(
             name=modules[block],
-            attention=_site(call, linears, seen, modules),
+            attention=None if call is None else _site(call, linears, seen, modules),
             linears=tuple(modules[part] for part in linears),
             routers=tuple(modules[part] for part in readers if part in routers),
             inputs=inputs,
             norms=norms,
             weighed=tuple(modules[part] for part in block.modules() if part in seen.weighed),
+            mixers=tuple(own for own in mixers if own.startswith(f"{name}.")),
+            narrow=tuple(modules[part] for part in every if part in narrow),
             whole=tuple(modules[part] for part in block.modules() if is_stack(part)),
             outputs=seen.tuples.get(block),
         )

@@ -51,19 +51,30 @@ def block_names(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def attention_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Full names of the attention modules of a model's blocks, in their order; errors likewise."""
+    """Full names of the attention modules of those blocks that have one; errors likewise."""
+    return tuple(name for name in attention_of_blocks(config) if name is not None)
+
+
+def attention_of_blocks(config: Mapping[str, Any]) -> tuple[str | None, ...]:
+    """Full name of each block's attention module, None where it has none; errors likewise."""
     if find_family(config) is not None:
         return registry.attention_names(config)
-    return tuple(block.attention.module for block in structure_of(config).blocks)
+    sites = (block.attention for block in structure_of(config).blocks)
+    return tuple(None if site is None else site.module for site in sites)
 
 
 def cached(config: Mapping[str, Any]) -> tuple[Cached, ...]:
-    """What each block caches, in their order; errors as of `block_names`."""
+    """What each block with attention caches, in their order; errors as of `block_names`."""
+    return tuple(own for own in cached_of_blocks(config) if own is not None)
+
+
+def cached_of_blocks(config: Mapping[str, Any]) -> tuple[Cached | None, ...]:
+    """What each block caches, None of one without attention; errors as of `block_names`."""
     family = find_family(config)
     if family is not None:
         return (cached_of(family, config),) * len(block_names(config))
-    sites = (block.attention for block in structure_of(config).blocks)
-    return tuple(Cached(s.kv_heads, s.key_size, s.value_size) for s in sites)
+    sites = [block.attention for block in structure_of(config).blocks]
+    return tuple(s and Cached(s.kv_heads, s.key_size, s.value_size) for s in sites)
 
 
 def positions_of(config: Any) -> int:
@@ -88,7 +99,7 @@ def query_elements(config: Mapping[str, Any], block: str) -> int:
         heads = heads_of(config)
         return heads.query * heads.size
     site = structure_of(config).block(block).attention
-    return site.query_heads * site.key_size
+    return 0 if site is None else site.query_heads * site.key_size
 
 
 def embedding_name(config: Mapping[str, Any]) -> str:

@@ -80,7 +80,7 @@ def load_own(
         reads = _reading_finite(read) if leaf in part._parameters else read
         value = _value(renamed.get(own, own), tensor, reads, device, dtype)
         _put(part, leaf, value)
-    _make_buffers(part, owner, device)
+    _make_buffers(part, name, owner, device)
 
 
 def _value(
@@ -132,21 +132,40 @@ def _put(part: nn.Module, leaf: str, value: Tensor) -> None:
         part._buffers[leaf] = value
 
 
+def _make_by_holders(part: nn.Module, name: str, leaf: str, owner: Any) -> None:
+    """Let modules that hold a module compute its buffer, where its own code has left it blank."""
+    blank = part._buffers[leaf]
+    if blank is None or not blank.is_floating_point() or not bool(blank.isnan().all()):
+        return
+    twin = owner.get_submodule(name)
+    before, twin._buffers[leaf] = twin._buffers[leaf], blank
+    while name and bool(blank.isnan().all()):
+        name = name.rpartition(".")[0]
+        owner._init_weights(owner.get_submodule(name))
+    if twin is not part:
+        twin._buffers[leaf] = before
+    if bool(blank.isnan().all()):
+        blank.zero_()
+
+
 @torch.no_grad()
-def _make_buffers(part: nn.Module, owner: Any, device: torch.device | str) -> None:
+def _make_buffers(part: nn.Module, name: str, owner: Any, device: torch.device | str) -> None:
     """Compute the buffers of one module that are on the meta device still, by its model's code."""
     missing = {name: x for name, x in part._buffers.items() if x is not None and x.is_meta}
     if not missing:
         return
-    for name, x in missing.items():
-        part._buffers[name] = torch.zeros_like(x, device=device)
+    for leaf, x in missing.items():
+        blank = float("nan") if x.is_floating_point() else 0
+        part._buffers[leaf] = torch.full_like(x, blank, device=device)
     loaded = [x for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
-    fresh = {id(part._buffers[name]) for name in missing}
+    fresh = {id(part._buffers[leaf]) for leaf in missing}
     for tensor in loaded:  # transformers leaves alone what is marked so
         tensor._is_hf_initialized = id(tensor) not in fresh  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with torch.device(device):
             owner._init_weights(part)
+            for leaf in missing:
+                _make_by_holders(part, name, leaf, owner)
     except FAULTS as error:
         raise CheckpointError(
             f"{type(part).__name__}: the code of {type(owner).__name__} does not compute "

@@ -44,7 +44,7 @@ class BlockStructure:
 
     Attributes:
         name: Full name.
-        attention: Its attention.
+        attention: Its attention; None where it has none.
         linears: Full names of the linear layers that can be quantized, experts' layers among them.
         routers: Full names of what gives experts their weights: linear layers that stay in float.
         inputs: Of linear layers and routers, a name for what each reads: that of the module that
@@ -53,17 +53,22 @@ class BlockStructure:
         whole: Full names of expert stacks that are stored as they are computed, and stay in float.
         weighed: Full names of linear layers whose weight its code looks at, beside calling them;
             they stay what they are in its code, and in float.
+        mixers: Names, in the code, of the modules that keep a state beside K and V
+            (`formats.modeling.states`).
+        narrow: Full names of mixers' linear layers that stay in float.
         outputs: How many values its code gives as a tuple; None where it gives hidden states alone.
     """
 
     name: str
-    attention: AttentionSite
+    attention: AttentionSite | None
     linears: tuple[str, ...]
     routers: tuple[str, ...]
     inputs: Mapping[str, str]
     norms: tuple[str, ...]
     whole: tuple[str, ...] = ()
     weighed: tuple[str, ...] = ()
+    mixers: tuple[str, ...] = ()
+    narrow: tuple[str, ...] = ()
     outputs: int | None = None
 
 
@@ -92,7 +97,17 @@ class Structure:
     @property
     def window(self) -> bool:
         """Whether any block sees a window of tokens only."""
-        return any(block.attention.window is not None for block in self.blocks)
+        return any(site.window is not None for site in self.attentions)
+
+    @cached_property
+    def attentions(self) -> tuple[AttentionSite, ...]:
+        """Attention of the blocks that have any, in their order."""
+        return tuple(block.attention for block in self.blocks if block.attention is not None)
+
+    @cached_property
+    def mixers(self) -> tuple[str, ...]:
+        """Names, in the code, of all modules that keep a state beside K and V."""
+        return tuple(name for block in self.blocks for name in block.mixers)
 
     @cached_property
     def _by_name(self) -> dict[str, BlockStructure]:

@@ -9,12 +9,13 @@ kept until the run ends, so that no storage is used twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -113,8 +114,13 @@ ALL_ATTENTION_FUNCTIONS.register(PROBE, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, _mask)
 
 
-def run(model: Any) -> Seen:
-    """Run a model that was built on the meta device with the attention `PROBE`."""
+def run(model: Any, *, masked: bool = True) -> Seen:
+    """Run a model that was built on the meta device with the attention `PROBE`.
+
+    Args:
+        model: The model.
+        masked: Whether to give it a mask of padding: code of mixers looks at its data.
+    """
     seen, handles = Seen(), []
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -141,8 +147,10 @@ def run(model: Any) -> Seen:
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     _SEEN.append(seen)
     try:
-        with torch.no_grad(), _shapes_only(model), _weights_watched(model, seen):
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        alone = nullcontext() if masked else _one_sequence()
+        with torch.no_grad(), alone, _shapes_only(model), _weights_watched(model, seen):
+            mask = torch.ones_like(ids) if masked else None
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
     finally:
         _SEEN.pop()
         for handle in handles:
@@ -161,6 +169,17 @@ def _read_alike(stack: Experts, seen: Seen) -> None:
             read = seen.reads[first]
             of_all = key_of(read) == key_of(seen.reads[shown[0]])
             seen.reads[layer] = read if of_all else torch.empty_like(read)
+
+
+@contextmanager
+def _one_sequence() -> Iterator[None]:
+    """Let transformers not look for several sequences in the data of one that has no mask."""
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
 
 
 @contextmanager

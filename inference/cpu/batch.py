@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from inference.models.adapters import AdaptedLayer, number_of
 from inference.scheduling.work import Work, lay_out
+from inference.transformers_code.pieces import Piece, pieces_of
 from kernels.cpu.lora import LoraTable
 from kernels.ops import add_lora
 
@@ -57,12 +59,23 @@ class Batch:
         return own if count and bool(own.any()) else None
 
 
+@dataclass(frozen=True)
+class StateBatch(Batch):
+    """A step of a model that keeps recurrent states.
+
+    Attributes:
+        pieces: Its tokens as modules that keep a state take them.
+    """
+
+    pieces: Sequence[Piece] = ()
+
+
 def plan_step(work: Work) -> Batch:
     """Lay out a step; the rows of its logits are those of its slices, in order (`Work.rows`)."""
     own, ends, rows = lay_out(work), np.cumsum(work.counts), work.rows
     firsts = np.repeat(ends - np.cumsum(rows), rows)  # of a slice's last rows, less those before
     widest = int(work.batch.held[work.places].max())
-    return Batch(
+    batch = Batch(
         ids=torch.from_numpy(own.ids),
         positions=torch.from_numpy(own.positions),
         slots=torch.from_numpy(own.slots),
@@ -71,3 +84,6 @@ def plan_step(work: Work) -> Batch:
         context_len=torch.from_numpy(own.contexts),
         rows=torch.from_numpy(firsts + np.arange(len(firsts))),
     )
+    if work.batch.states is None:
+        return batch
+    return StateBatch(**vars(batch), pieces=pieces_of(work))

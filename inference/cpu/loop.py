@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inference.cpu.adapters import CpuAdapters
-from inference.cpu.batch import Batch, plan_step
+from inference.cpu.batch import Batch, StateBatch, plan_step
 from inference.cpu.decoder import CpuDecoder, CpuLayer
 from inference.cpu.layers import Linear
 from inference.models.adapters import check_adaptable
@@ -118,6 +118,7 @@ class CodeStep:
     def __init__(self, model: CodeModel, pools: Sequence[KVPool], batch: Batch) -> None:
         self._windows, self._pools, self._batch = model.config.windows, pools, batch
         self.ids, self.positions, self.rows = batch.ids, batch.positions, batch.rows
+        self.pieces = batch.pieces if isinstance(batch, StateBatch) else ()
 
     def sinks(self, count: int) -> Tensor | None:
         """Which tokens are at the first `count` positions: bool [T]; None where none is."""

@@ -267,7 +267,7 @@ def copy_blocks(pools: Sequence[KVPool], pairs: Sequence[tuple[int, int]]) -> No
 
     All are read before one is written.
     """
-    if not pairs:
+    if not pairs or not pools:
         return
     sources, targets = torch.tensor(pairs, device=pools[0].k.device).T
     for pool in pools:

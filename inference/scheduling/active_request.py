@@ -77,7 +77,7 @@ class ActiveRequest:
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None
         if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None for _ in range(self._first_told)]
+            self.prompt_logprobs = [None for _ in range(self._first_scored)]
         self._tokens: list[int] = []
         self._times: list[float] = []
         self._arrival = time.perf_counter()
@@ -129,7 +129,7 @@ class ActiveRequest:
         return self._tokens
 
     @property
-    def _first_told(self) -> int:
+    def _first_scored(self) -> int:
         """The first token of the prompt whose log probability is returned, if any is."""
         return min(max(1, self.params.prompt_logprobs_start), len(self.prompt))
 
@@ -138,7 +138,7 @@ class ActiveRequest:
         """Of how many first tokens the logits are not wanted, but for those of the last."""
         if not self.wants_prompt_logits:
             return None
-        return self._first_told if self.params.prompt_logprobs_start else 0
+        return self._first_scored if self.params.prompt_logprobs_start else 0
 
     @property
     def wants_prompt_logits(self) -> bool:

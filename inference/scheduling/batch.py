@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.scheduling.sequence import PENDING, Draw, Sequence, Terms
+from inference.scheduling.states import StateRows
 from kernels.attention_inputs import KV_BLOCK
 
 Ints = NDArray[np.int64]
@@ -52,11 +53,13 @@ class RunningBatch:
         bias_until: How long the former holds, in tokens of the output.
         masked: Whose next token has to be one of a mask's.
         adapter: int32, see `Terms.adapter`.
+        states: Which row holds which recurrent state; None where a model keeps none.
     """
 
     def __init__(self, places: int) -> None:
         rows = places + 1
         self.spare = places
+        self.states: StateRows | None = None
         self.sequences: list[Sequence | None] = [None] * rows
         self.names = [""] * rows
         self.ids = np.zeros((rows, 0), np.int32)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from formats.errors import EngineError
 from inference.scheduling.prefix_tree import Key, Node, PrefixTree, whole_blocks
+from inference.scheduling.states import EVERY, StateRows
 from kernels.attention_inputs import KV_BLOCK
 
 
@@ -57,10 +58,12 @@ class BlockChanges(NamedTuple):
     Attributes:
         copies: (source, destination); all sources are read before a destination is written.
         clears: Blocks that may hold NaN, and that another request may get.
+        states: Rows of recurrent states, (source, destination), copied one after the other.
     """
 
     copies: list[tuple[int, int]]
     clears: list[int]
+    states: Sequence[tuple[int, int]] = ()
 
 
 class Beginning(NamedTuple):
@@ -99,12 +102,18 @@ class BlockManager:
     Args:
         total: Number of blocks.
         prefix_cache: Whether to find computed blocks again.
+        states: Rows of recurrent states, without which a beginning is not found; None where a
+            model keeps none.
 
     Attributes:
+        states: The same.
         promises: Times that owners have promised what they were about to compute.
     """
 
-    def __init__(self, total: int, *, prefix_cache: bool = False) -> None:
+    def __init__(
+        self, total: int, *, prefix_cache: bool = False, states: StateRows | None = None
+    ) -> None:
+        self.states = states
         self.total, self._prefix_cache, self.promises = total, prefix_cache, 0
         self._free = deque(range(total))
         self._owners = [0] * total  # how many hold each block
@@ -173,28 +182,76 @@ class BlockManager:
         if not self._prefix_cache:
             return 0
         held = self._held[owner] = Holding()
-        parent = root
-        for content in _usable(tokens):
-            node = self._tree.find(parent, content)
-            if node is None or node.block is None:
-                break
+        for node in self._with_state(self._known(tokens, root)):
+            assert node.block is not None
             self._hold(node.block)
             held.table.append(node.block)
             held.chain.append(node)
-            parent = node.number
         held.filled = len(held.chain)
         return held.filled * KV_BLOCK
 
     def look_up(self, tokens: Sequence[int], root: int = 0) -> Beginning:
         """What there is of the beginning of some tokens."""
-        parent, last, computed = root, None, 0
+        parent, last, found, following = root, None, list[Node](), None
         for content in _usable(tokens) if self._prefix_cache else ():
             node = self._tree.find(parent, content)
             if node is None:
-                return Beginning(computed, _coming(last), (parent, content))
+                following = (parent, content)
+                break
             parent, last = node.number, node
-            computed += KV_BLOCK * (node.block is not None)
-        return Beginning(computed, _coming(last), None)
+            if node.block is not None:
+                found.append(node)
+        computed = KV_BLOCK * len(self._with_state(found))
+        return Beginning(computed, _coming(last), following)
+
+    def _known(self, tokens: Sequence[int], root: int) -> list[Node]:
+        """Nodes of the beginning of a sequence whose blocks are computed."""
+        found, parent = list[Node](), root
+        for content in _usable(tokens):
+            node = self._tree.find(parent, content)
+            if node is None or node.block is None:
+                break
+            found.append(node)
+            parent = node.number
+        return found
+
+    def _with_state(self, nodes: list[Node]) -> list[Node]:
+        """Those of a beginning up to the last one after which a state is there, if one is kept."""
+        if self.states is None:
+            return nodes
+        count = len(nodes)
+        while count and nodes[count - 1].number not in self.states:
+            count -= 1
+        return nodes[:count]
+
+    def begin_state(self, owner: str, place: int, tokens: Sequence[int], root: int = 0) -> None:
+        """Give a place the state that an owner begins with, and say which others are to be kept.
+
+        Args:
+            owner: Has found what there is of its tokens, and promised the rest of its prompt.
+            place: Its place.
+            tokens: Its prompt.
+            root: As in `take_prefix`.
+        """
+        if self.states is None:
+            return
+        held = self._held[owner]
+        if held.filled:
+            self.states.restore(held.chain[held.filled - 1].number, place)
+        if self._prefix_cache:
+            own = len(held.chain) > held.filled  # else others have computed what comes next
+            last = (len(tokens) - 1) // KV_BLOCK if own else len(self._known(tokens, root))
+            ends = {last, *range(EVERY, last, EVERY)}
+            self.states.want(place, (KV_BLOCK * end for end in ends if end > held.filled))
+
+    def note_states(self, place: int, tokens: Sequence[int], root: int = 0) -> None:
+        """Let others find the states that a place kept of so many first tokens."""
+        if self.states is None:
+            return
+        for end, row in self.states.taken(place, len(tokens)):
+            nodes = self._known([*tokens[:end], 0], root)
+            whole = len(nodes) * KV_BLOCK == end
+            self.states.note(nodes[-1].number if whole else None, row)
 
     def is_coming(self, node: Node) -> bool:
         """Whether a block is still about to be computed."""
@@ -269,21 +326,25 @@ class BlockManager:
     def forget(self) -> None:
         """Cache nothing any more of what was computed so far."""
         self._tree.clear()
+        if self.states is not None:
+            self.states.forget()
         self._free.extend(self._cached)
         self._cached.clear()
         for held in self._held.values():
             held.chain, held.filled = [], 0
 
     def take_changes(self) -> BlockChanges | None:
-        """What is to be done to the cache before the next step; told once. None: nothing."""
-        if not self._changes:
+        """What is to be done to the cache before the next step; given once. None: nothing."""
+        states = [] if self.states is None else self.states.take_copies()
+        if not self._changes and not states:
             return None
         origin: dict[int, int | None] = {}  # of what each block is to hold
         for source, block in self._changes:
             origin[block] = None if source is None else origin.get(source, source)
         self._changes.clear()
         copies = [(source, block) for block, source in origin.items() if source is not None]
-        return BlockChanges(copies, [block for block, source in origin.items() if source is None])
+        clears = [block for block, source in origin.items() if source is None]
+        return BlockChanges(copies, clears, states)
 
     def stats(self) -> KVStats:
         """Counts of all blocks."""
@@ -302,11 +363,13 @@ class BlockManager:
         used = [block for block, count in enumerate(owners) if count]
         whole = sorted([*self._free, *self._cached, *used]) == list(range(self.total))
         known = self._tree.agrees() and all(block in self._tree for block in self._cached)
-        if not whole or not known or owners != self._owners:
+        kept = self.states is None or self.states.adds_up()
+        if not whole or not known or not kept or owners != self._owners:
             raise EngineError(
                 f"the cache's blocks do not add up: {len(self._free)} free, {len(used)} held, "
                 f"{len(self._cached)} cached, {self.total} in all; owners counted "
-                f"{sum(self._owners)}, found {sum(owners)}"
+                f"{sum(self._owners)}, found {sum(owners)}; states "
+                f"{'add up' if kept else 'do not add up'}"
             )
 
     def _needs_copy(self, table: list[int]) -> bool:

@@ -36,7 +36,7 @@ class Drafter(Protocol):
     """Drafts for running sequences; `inference.speculate.decoder.SpeculativeDecoder`.
 
     Attributes:
-        reads: Hidden states of each step that it is told, if any.
+        reads: Hidden states of each step that it is given, if any.
     """
 
     reads: HiddenStates | None
@@ -91,7 +91,7 @@ class Drafter(Protocol):
         ...
 
     def note_time(self, work: Work, seconds: float) -> None:
-        """Learn how long a step took, drafting included; told of every step, in their order."""
+        """Learn how long a step took, drafting included; noted of every step, in their order."""
         ...
 
     def learn_times(self, measure: Callable[[], Mapping[int, float]]) -> None:

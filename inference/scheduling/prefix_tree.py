@@ -1,6 +1,6 @@
 """Which tokens the blocks of the cache hold, so that a request with the same beginning finds them.
 
-K and V of a token depend on all tokens before it. So what a whole block holds is told by its 64
+K and V of a token depend on all tokens before it. So what a whole block holds is known by its 64
 tokens and by the block before it: blocks form a tree, and equal beginnings share its nodes. A node
 is found by (number of the node before, its own tokens), compared as they are and not by a hash of
 them, so that no two contents are ever taken for one another. Roots stand for what else decides a

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from inference.scheduling.states import whole_pieces
+
 LEAST_TOKENS = 16  # tokens of prompts in a step, however late it is
 FIRST = 64  # before anything was measured
 WEIGHT = 0.3  # of the newest step
@@ -107,6 +109,35 @@ def share_tokens(
     if kept and not (yielding and room):
         counts[oldest] = _chunk(prompts[oldest], kept + room, span)
     return counts
+
+
+def in_pieces(
+    prompts: Sequence[Prompt],
+    ends: Sequence[int],
+    shares: Sequence[int],
+    tokens: int,
+    piece: int,
+) -> list[int]:
+    """Shares that end no piece of a prompt too early, where a model keeps a state.
+
+    Args:
+        prompts: As in `share_tokens`, which gave the shares.
+        ends: Tokens of each prompt; what comes after them has no pieces.
+        shares: Tokens of each in the step.
+        tokens: Of all of them together, at most.
+        piece: Tokens of a piece.
+    """
+    own = [
+        whole_pieces(p.computed, share, end, piece)
+        for p, share, end in zip(prompts, shares, ends, strict=True)
+    ]
+    room = tokens - sum(own)
+    for i in sorted(range(len(own)), key=lambda i: prompts[i].arrival):
+        at, end = prompts[i].computed, ends[i]
+        first = 1 if at >= end else min((at // piece + 1) * piece, end) - at
+        if not own[i] and first <= room:
+            own[i], room = first, room - first
+    return own
 
 
 def _chunk(prompt: Prompt, tokens: int, span: float) -> int:

@@ -30,8 +30,15 @@ from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.drafter import Drafter
 from inference.scheduling.prefix_tree import Key
-from inference.scheduling.prompt_share import Prompt, PromptRate, rounded_down, share_tokens
+from inference.scheduling.prompt_share import (
+    Prompt,
+    PromptRate,
+    in_pieces,
+    rounded_down,
+    share_tokens,
+)
 from inference.scheduling.sequence import MASKED_DRAFTS, Sequence
+from inference.scheduling.states import whole_pieces
 from inference.scheduling.work import Work
 from kernels.attention_inputs import KV_BLOCK
 
@@ -80,6 +87,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.batch = RunningBatch(max_batch_size)
+        self.batch.states = self._states = blocks.states
         self.queried_tokens = self.hit_tokens = self.preemptions = 0
         self._kept = 0  # places that running sequences keep for forks
         self._arrived = 0
@@ -110,7 +118,9 @@ class Scheduler:
             return self._requeue(new)
         new.computed = source.computed
         self.blocks.fork(source.name, new.name, source.computed)
-        self._enter(new, behind=source)
+        place = self._enter(new, behind=source)
+        if self._states is not None:
+            self._states.copy(source.place, place)
         return None
 
     def assume_computed(self, sequence: Sequence) -> bool:
@@ -206,6 +216,12 @@ class Scheduler:
         batch.computed[places] = work.starts + work.counts - work.drafts
         for place in places[work.starts < batch.promised[places]].tolist():
             self.blocks.note_computed(batch.names[place], int(batch.computed[place]))
+        wanted = {} if self._states is None else self._states.wanted
+        for place in work.places.tolist() if wanted else ():
+            sequence = batch.sequences[place]
+            if sequence is not None and wanted.get(place):
+                known = batch.ids[place, : batch.computed[place]].tolist()
+                self.blocks.note_states(place, known, self._root_of(sequence))
 
     def recompute(self, place: int) -> None:
         """Compute the sequence at a place again; nothing of what its blocks hold is used again."""
@@ -385,7 +401,13 @@ class Scheduler:
         if decodes and self.beside_decodes is not None:
             room = min(room, self.beside_decodes)
         self._yielded = len(prompts) > 1 and not self._yielded
+        if self._states is not None:
+            room = min(max(room, self._states.piece), self.max_batched_tokens - decodes)
         shares = share_tokens(prompts, room, span=self.span, yielding=self._yielded)
+        if self._states is not None:
+            going = [s for s, count in zip(self.running, left.tolist(), strict=True) if count > 1]
+            ends = [sequence.prompt for sequence in (*going, *waiting)]
+            shares = in_pieces(prompts, ends, shares, room, self._states.piece)
         return shares[: len(shares) - len(waiting)], shares[len(shares) - len(waiting) :]
 
     def _first_to_start(self) -> list[Sequence]:
@@ -418,6 +440,8 @@ class Scheduler:
                 break
             self.waiting.remove(sequence)
             places.append(self._enter(sequence))
+            tokens, root = sequence.known_from(0), self._root_of(sequence)
+            self.blocks.begin_state(sequence.name, places[-1], tokens[: sequence.prompt], root)
             counts.append(count)
         return places, counts
 
@@ -432,9 +456,17 @@ class Scheduler:
         coming, promises = sequence.beginning.coming, self.blocks.promises
         if self.blocks.is_coming(coming) if coming else sequence.looked_up == promises:
             return coming is not None
-        sequence.beginning = self.blocks.look_up(_findable(sequence), self._root_of(sequence))
+        sequence.beginning = self.blocks.look_up(self._findable(sequence), self._root_of(sequence))
         sequence.looked_up = promises
         return sequence.beginning.coming is not None
+
+    def _findable(self, sequence: Sequence) -> list[int]:
+        """Those of a waiting sequence's tokens that it may share with others."""
+        tokens, count = sequence.tokens, sequence.findable
+        if self._states is not None:  # what comes after its prompt is computed otherwise
+            whole = sequence.prompt // KV_BLOCK * KV_BLOCK + 1
+            count = whole if count is None else min(count, whole)
+        return tokens if count is None else tokens[:count]
 
     def _root_of(self, sequence: Sequence) -> int:
         """Under which the cache finds what is computed for a sequence."""
@@ -443,14 +475,19 @@ class Scheduler:
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Get blocks for the first tokens of a waiting sequence; how many, 0 if there are none."""
         name, tokens = sequence.name, sequence.tokens
-        hit = self.blocks.take_prefix(name, _findable(sequence), self._root_of(sequence))
+        hit = self.blocks.take_prefix(name, self._findable(sequence), self._root_of(sequence))
         wanted, count = self.blocks.missing(name, len(tokens) + 1), min(len(tokens) - hit, budget)
+        if self._states is not None:
+            count = whole_pieces(hit, count, sequence.prompt, self._states.piece)
+            if not count:  # less is found than when it was looked up
+                sequence.looked_up = -1
         pushes = self.running and wanted > self.blocks.available  # it would soon push others out
-        if pushes or not self.blocks.grow(name, hit + count):
+        if not count or pushes or not self.blocks.grow(name, hit + count):
             self.blocks.release(name)
             return 0
         sequence.computed = hit
-        sequence.promised = self.blocks.promise(name, tokens, self._root_of(sequence))
+        own = tokens if self._states is None else tokens[: sequence.prompt]
+        sequence.promised = self.blocks.promise(name, own, self._root_of(sequence))
         self.queried_tokens += len(tokens)
         self.hit_tokens += hit
         return count
@@ -467,6 +504,8 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a running sequence's place."""
+        if self._states is not None and sequence.place is not None:
+            self._states.give_up(sequence.place)
         self.batch.leave(sequence)
         self.running.remove(sequence)
         self._kept -= sequence.places - 1
@@ -478,6 +517,8 @@ class Scheduler:
             self.blocks.discard(sequence.name)
             return
         tokens = sequence.tokens[: sequence.computed]
+        if self._states is not None:  # of what follows it no state is kept
+            tokens = tokens[: sequence.prompt]
         self.blocks.release(sequence.name, tokens, sequence.seen, self._root_of(sequence))
 
 
@@ -488,9 +529,3 @@ def _few_masks(batch: RunningBatch, places: Ints, drafts: Ints) -> Ints:
         return drafts
     before = np.cumsum(masked) - masked
     return np.where(masked > 0, np.clip(MASKED_DRAFTS - before, 0, drafts), drafts)
-
-
-def _findable(sequence: Sequence) -> list[int]:
-    """Those of a waiting sequence's tokens that it may share with others."""
-    tokens, count = sequence.tokens, sequence.findable
-    return tokens if count is None else tokens[:count]

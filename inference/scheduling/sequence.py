@@ -113,7 +113,7 @@ class Terms:
         host_until: Its tokens are chosen on the host while it has fewer than so many.
         greedy: Whether, from then on, the most likely token is chosen.
         watched: Whether each of its tokens has to be looked at.
-        logprobs: How many of the likeliest tokens are told with each of its tokens; -1: none, and
+        logprobs: How many of the likeliest tokens are given with each of its tokens; -1: none, and
             no log probability.
         biases: What is added to its logits on a device.
         masked: Whether a mask says which tokens may come: `Sequence.next_masks` does.

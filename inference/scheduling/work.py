@@ -84,7 +84,7 @@ class Work:
         samples: Whether the last of them is the sequence's last, so that a new one follows.
         host: Whether that is chosen on the host.
         whole: Whether the logits of all the tokens are wanted.
-        logprobs: How many of the likeliest tokens the device is to tell with the new one; -1: none,
+        logprobs: How many of the likeliest tokens the device is to give with the new one; -1: none,
             or the host finds them.
         drafts: How many of the tokens, the last ones, are drafts after those that are known.
     """

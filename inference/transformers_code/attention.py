@@ -11,7 +11,7 @@ not known here, and says something, is refused by its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from formats.errors import CheckpointError
+from inference.transformers_code.pieces import Piece
 from kernels.activations import Named
 from kernels.attention_inputs import AttentionInputs, KVPool
 
@@ -115,6 +116,11 @@ class Step(Protocol):
         """Which tokens are at the first `count` positions: bool [T]; None where none is."""
         ...
 
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """All tokens, as modules that keep a state take them."""
+        ...
+
     def attend(self, layer: int, own: Query) -> Tensor:
         """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""
         ...
@@ -134,7 +140,7 @@ class Step(Protocol):
 
 @dataclass
 class _Running:
-    step: Step
+    step: Step | None
     sinks: Tensor | None = None  # which rows of layers' inputs are of sink tokens: bool [T]
     layer: int = 0  # of the next call: blocks come in their order
 
@@ -169,7 +175,19 @@ def running(step: Step, layers: int, sink_tokens: int = 0) -> Iterator[None]:
 
 def current_step() -> Step:
     """The step that runs."""
-    return _running.get().step
+    step = _running.get().step
+    assert step is not None
+    return step
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """For a while, layers run without a step: those that ask for one are not called."""
+    token = _running.set(_Running(None))
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def current_sinks() -> Tensor | None:
@@ -220,7 +238,7 @@ def attend(
     layer, now.layer = now.layer, now.layer + 1
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return now.step.attend(layer, Query(q, k, v, scale, softcap, s_aux, alibi))[None], None
+    return current_step().attend(layer, Query(q, k, v, scale, softcap, s_aux, alibi))[None], None
 
 
 def widened(x: Tensor, size: int) -> Tensor:

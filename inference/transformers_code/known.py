@@ -7,6 +7,7 @@ random ones, and is left as it is otherwise.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
@@ -84,7 +85,9 @@ def known_norm(module: Any) -> KnownNorm | None:
     """
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     names = {name for name, _ in module.named_parameters()}
-    if not isinstance(eps, float) or names != {"weight"} or module.weight.dim() != 1:
+    if not isinstance(eps, float) or len(inspect.signature(module.forward).parameters) > 1:
+        return None  # a gate's, for one
+    if names != {"weight"} or module.weight.dim() != 1:
         return None
     twin, size = copy.copy(module), len(module.weight)
     weight, x = _random(size), _random(2, size)

@@ -63,7 +63,7 @@ class SharedInput:
         self._parts: dict[int, Tensor] = {}
 
     def part(self, index: int, x: Tensor) -> Tensor:
-        """The outputs of one of them for x [..., inputs]; each is told once for a tensor."""
+        """The outputs of one of them for x [..., inputs]; each is given once for a tensor."""
         if x is not self._input or index not in self._parts:
             y = self.layer(x.reshape(-1, x.shape[-1]), current_sinks()).view(*x.shape[:-1], -1)
             self._input, self._parts = x, dict(enumerate(y.split(self.outputs, dim=-1)))
@@ -132,11 +132,15 @@ class Head(nn.Module):
 
     Args:
         layer: Runs it.
+        dtype: Of activations.
+
+    Attributes:
+        weight: Nothing, of that type, which code may ask for.
     """
 
-    def __init__(self, layer: LinearLayer) -> None:
+    def __init__(self, layer: LinearLayer, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.weight = layer, torch.empty(0, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[1, T, hidden] to logits fp32 [1, R, vocabulary]."""

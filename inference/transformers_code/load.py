@@ -35,7 +35,10 @@ from inference.transformers_code.linear import (
     SharedInput,
     fix_frequencies,
 )
+from inference.transformers_code.state import Stateful, stand_in, state_shapes, states_of
 from kernels.numerics import dequantize
+
+__all__ = ["Stateful", "load_code", "nbytes_of"]
 
 AttentionInterface.register(NAME, attend)
 
@@ -54,14 +57,21 @@ def load_code(
     Raises:
         CheckpointError: tensors are missing or of another shape.
     """
+    model: Any
     config = transformers_config(checkpoint.config)
     config.dtype = factory.dtype  # of tables that its code makes
     if find_family(checkpoint.config) is None:
         model, stored = found_model(config, NAME)
     else:  # cut and named as its declaration has it
         model, stored = meta_model(config, NAME), {}
+    hidden, count = model.config.get_text_config().hidden_size, states_of(model)
+    shapes = {
+        name: state_shapes(model.get_submodule(name), hidden, count, factory.dtype)
+        for name in structure.mixers
+    }
     _Loader(model, stored, checkpoint, structure, factory).load()
     fix_frequencies(model, longest)
+    stand_in(model.eval(), structure.mixers, shapes)
     use_kernels(model)
     return model.eval()
 
@@ -155,7 +165,7 @@ class _Loader:
             stored = replace(stored, bias=bias)
         layer = self._factory.linear(stored)
         place = next(name for name, module in self._model.named_modules() if module is head)
-        self._model.set_submodule(place, Head(layer))
+        self._model.set_submodule(place, Head(layer, self._factory.dtype))
         plain = type(embedding) is nn.Embedding  # others compute with their own type
         if plain and checkpoint.shares_head and layer.gathers:
             place = next(n for n, module in self._model.named_modules() if module is embedding)

@@ -29,8 +29,11 @@ from inference.transformers_code.attention import TAKEN, Step, running
 
 if TYPE_CHECKING:
     from inference.transformers_code import load
+    from inference.transformers_code.state import Stateful
 else:  # transformers' code of models takes seconds, and declared families run without it
     load = later("inference.transformers_code.load")
+
+ENDLESS = 1 << 20  # positions of a model without attention, whose code counts none
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class CodeShape:
 
     Attributes:
         structure: Names of its parts.
-        windows: Sliding window of each layer, None for full attention.
-        cached: What the cache holds of a token, layer by layer.
+        windows: Sliding window of each layer with attention, None for full attention.
+        cached: What the cache holds of a token, layer by layer of these.
     """
 
     structure: Structure
@@ -59,7 +62,7 @@ class CodeShape:
         """
         structure = structure_of(checkpoint.config)
         config: Any = transformers_config(checkpoint.config).get_text_config()
-        attentions = [block.attention for block in structure.blocks]
+        attentions = structure.attentions
         if unknown := {name for own in attentions for name in own.arguments} - TAKEN:
             raise CheckpointError(
                 f"config.json: model_type {checkpoint.config.get('model_type')!r} is not run here: "
@@ -69,7 +72,7 @@ class CodeShape:
             structure,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            max_positions=positions_of(config),
+            max_positions=positions_of(config) if attentions else ENDLESS,
             windows=tuple(own.window for own in attentions),
             cached=tuple(KVHeads(a.kv_heads, a.key_size, a.value_size) for a in attentions),
         )
@@ -78,7 +81,7 @@ class CodeShape:
     def attention_span(self) -> float:
         """As of `inference.models.config.ModelConfig`."""
         full = sum(window is None for window in self.windows)
-        return 3 * self.hidden_size * len(self.windows) / full if full else math.inf
+        return 3 * self.hidden_size * len(self.structure.blocks) / full if full else math.inf
 
 
 class CodeModel:
@@ -111,7 +114,7 @@ class CodeModel:
         self.sink_tokens = checkpoint.sinks.tokens if checkpoint.sinks.scales else 0
         self._module = load.load_code(checkpoint, config.structure, factory, longest)
         self._placed = "position_ids" in inspect.signature(self._module.forward).parameters
-        by_distance = all("alibi" in b.attention.arguments for b in config.structure.blocks)
+        by_distance = all("alibi" in site.arguments for site in config.structure.attentions)
         if not self._placed and not by_distance:
             raise CheckpointError(
                 f"{type(self._module).__name__}: transformers' code does not take the positions of "
@@ -134,6 +137,20 @@ class CodeModel:
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
         return load.nbytes_of(self._module)
+
+    @property
+    def _stateful(self) -> list[Stateful]:
+        kind = load.Stateful
+        return [part for part in self._module.modules() if isinstance(part, kind)]
+
+    def keep_states(self, rows: int) -> int:
+        """Have rows of states for sequences and snapshots; tells their bytes."""
+        return sum(own.keep(rows, self.device) for own in self._stateful)
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy states from first to second row of each pair, in their order."""
+        for own in self._stateful if pairs else ():
+            own.copy_rows(pairs)
 
     def _places(self, step: Step) -> dict[str, Tensor]:
         """Positions of the tokens, for code that asks for them."""

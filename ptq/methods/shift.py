@@ -104,7 +104,7 @@ class Shift(Method):
         names = work.block.declared.attention
         if isinstance(names, LatentAttention):
             message = "not shifted: heads of latent attention share one latent in the place of V"
-            own = Event(module=work.block.attention, kind="smoothing_skipped", message=message)
+            own = Event(module=work.block.attended, kind="smoothing_skipped", message=message)
             work.events.append(own)
             self.value = self.output = ""
             self._weight = self._bias = self.z = None

@@ -153,7 +153,7 @@ class SmoothK(Method):
         message = "not smoothed: one layer makes the latent and the keys that are cached with it"
         if work.block.family is None:
             message = "not smoothed: no family declares what makes queries and keys"
-        own = Event(module=work.block.attention, kind="smoothing_skipped", message=message)
+        own = Event(module=work.block.attended, kind="smoothing_skipped", message=message)
         work.events.append(own)
 
     def solve(self, work: BlockWork) -> None:
@@ -161,7 +161,7 @@ class SmoothK(Method):
         if not _has_keys(work):
             return
         k, q = _stages(work)
-        absmax = work.observed(work.block.attention, "k_cache").channel_absmax  # [kv heads, D]
+        absmax = work.observed(work.block.attended, "k_cache").channel_absmax  # [kv heads, D]
         if len(work.module(k).get_parameter("weight")) == work.head_dim:  # all heads have one norm
             basis = absmax.amax(dim=0, keepdim=True).expand_as(absmax)
         else:
@@ -197,7 +197,7 @@ class SmoothK(Method):
             k, q = _stages(work)
             _multiply(work, k, 1 / self.factors)
             _multiply(work, q, self.factors)
-            work.divide(work.block.attention, "k_cache", self.factors)
+            work.divide(work.block.attended, "k_cache", self.factors)
         self.factors = None
 
 
@@ -209,7 +209,7 @@ def _has_keys(work: BlockWork) -> bool:
 
 def _stages(work: BlockWork) -> tuple[str, str]:
     """Names of the last modules that K and Q pass before rotary embedding, and that can scale."""
-    attention, names = work.block.attention, work.block.declared.attention
+    attention, names = work.block.attended, work.block.declared.attention
     assert not isinstance(names, LatentAttention)  # `prepare` has skipped it
     normed = any(name == names.k_norm for name, _ in work.module(attention).named_children())
     k, q = (names.k_norm, names.q_norm) if normed else (names.k, names.q)

@@ -199,7 +199,7 @@ def _kv_scales(
     work: BlockWork, spec: KVCacheSpec, observer: ObserverSpec
 ) -> tuple[dict[str, Tensor], list[ScaleEntry]]:
     """The static scales of a block's cached K and V, and their rows of the scale table."""
-    attention, entries = work.block.attention, []
+    attention, entries = work.block.attended, []
     family = work.block.family
     latent = family is not None and isinstance(family.attention, LatentAttention)
     by_channel = {role: spec.by_channel(role, latent=latent) for role in CACHES}

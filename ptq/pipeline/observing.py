@@ -93,11 +93,14 @@ class Pass:
         for other in self.statistics[1:]:
             statistics.merge(other)
         if self.key_sums:
+            assert work.block.attention is not None
             sums = torch.stack([self.key_sums[i] for i in sorted(self.key_sums)]).sum(0)
             statistics[work.block.attention, "k_cache"].channel_sum = sums
         for name in work.block.linears:
             for role in ("input", SINK_INPUT) if work.block.sinks else ("input",):
-                statistics[name, role] = statistics[self.stand_in[name], role]
+                key = self.stand_in[name], role
+                if name in work.targets or key in statistics:  # else its code reads the weight
+                    statistics[name, role] = statistics[key]
         for part in (self.moments, self.weighted):
             if part is not None:
                 part.complete()
@@ -173,6 +176,7 @@ class _Eye:
 
     def on_kv(self, k: Tensor, v: Tensor) -> None:
         work, counted = self.of.work, self.of.histograms
+        assert work.block.attention is not None
         cache = work.scheme.kv_cache
         if cache is not None and cache.center_keys:
             assert self.sample is not None

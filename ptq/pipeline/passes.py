@@ -28,17 +28,21 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
     config = checkpoint.config
     schemes = {name: s for name, s in plan.schemes.items() if name in block.linears}
     index = int(block.name.rpartition(".")[2])
-    family, found = block.family, None
+    family = block.family
     if family is None:
         found = structure_of(config).block(block.name).attention
+        head = 1 if found is None else found.value_size
+    else:
+        head = heads_of(config).size
+    cache = None if block.attention is None else plan.recipe.cache_of(block.name)
     return BlockWork(
         block=block,
-        scheme=plan.recipe.scheme.model_copy(update={"kv_cache": plan.recipe.cache_of(block.name)}),
+        scheme=plan.recipe.scheme.model_copy(update={"kv_cache": cache}),
         schemes=schemes,
         targets=tuple(schemes),
         common_input=common_inputs(config, block.name, tuple(block.linears)),
         groups=tuple(group for group in plan.smoothing if group.block == block.name),
-        head_dim=heads_of(config).size if found is None else found.value_size,
+        head_dim=head,
         pairs=() if family is None else turning_pairs(family, config, index),
         input_observer=plan.recipe.observers.input,
         dtype_of=checkpoint.dtype,

@@ -77,8 +77,8 @@ def checked_groups(
 
 def _build(block: BlockStructure, stream: BlockStream) -> object:
     """What blocks of the same code and sizes have in common."""
-    place = len(block.name)
-    attention = replace(block.attention, module="", value=None, output=None, window=None)
+    place, site = len(block.name), block.attention
+    attention = site and replace(site, module="", value=None, output=None, window=None)
     reads = [(name[place:], read[place:]) for name, read in block.inputs.items()]
     return tuple(reads), attention
 
@@ -111,7 +111,7 @@ def _checked(
         kind, readers = together[0].kind, ", ".join(together[0].consumers)
         if kind not in kinds or readers in found:
             continue
-        head = block.attention.value_size
+        head = 1 if block.attention is None else block.attention.value_size
         fits = (form for form in FORMS if _agrees(together, form, loaded, head, wanted))
         passed = next(fits, None)
         if passed is not None:
@@ -134,7 +134,9 @@ def _candidates(block: BlockStructure, loaded: DecoderBlock) -> Iterator[list[Sm
     for norm in block.norms:
         readers = [name for name, read in block.inputs.items() if read == norm]
         linears = tuple(name for name in readers if name in block.linears)
-        inside = any(name.startswith(f"{site.module}.") or name == site.value for name in linears)
+        inside = site is not None and any(
+            name.startswith(f"{site.module}.") or name == site.value for name in linears
+        )
         yield [
             SmoothingGroup(
                 kind="attention_input" if inside else "mlp_input",
@@ -144,7 +146,7 @@ def _candidates(block: BlockStructure, loaded: DecoderBlock) -> Iterator[list[Sm
                 routers=tuple(name for name in readers if name in block.routers),
             )
         ]
-    if site.value is not None and site.output is not None:
+    if site is not None and site.value is not None and site.output is not None:
         group = SmoothingGroup(
             kind="attention_output", block=block.name, source=site.value, consumers=(site.output,)
         )
@@ -154,7 +156,8 @@ def _candidates(block: BlockStructure, loaded: DecoderBlock) -> Iterator[list[Sm
 
 def _inner(block: BlockStructure, loaded: DecoderBlock) -> Iterator[list[SmoothingGroup]]:
     """A layer and the next one of its module, for every pair whose sizes fit."""
-    alone = [n for n in block.linears if block.inputs[n] == n and n != block.attention.output]
+    output = None if block.attention is None else block.attention.output
+    alone = [n for n in block.linears if block.inputs[n] == n and n != output]
     pairs: dict[tuple[str, str], list[SmoothingGroup]] = {}
     for down in alone:
         module = down.rpartition(".")[0]

@@ -161,8 +161,8 @@ def explain(plan: Plan, pattern: str | None = None) -> Iterator[str]:
     Raises:
         RequestError: the pattern matches no module.
     """
-    attentions = list(plan.attentions)
-    known = [module.name for module in plan.modules] + attentions
+    known = [module.name for module in plan.modules]
+    known += [name for name in plan.attentions if name is not None]
     if pattern is not None and not any(matches(name, pattern) for name in known):
         raise RequestError(
             f"--module {pattern!r} matches none of {len(known)} modules, such as {known[0]}"
@@ -174,9 +174,11 @@ def explain(plan: Plan, pattern: str | None = None) -> Iterator[str]:
         yield f"{name or first.name}  {first.shape[0]} x {first.shape[1]}{count}"
         for i, step in enumerate(steps(plan, first), 1):
             yield f"  {i}. {_starred(step) if several else step}"
-    for block, attention in zip(plan.blocks, attentions, strict=True):
+    for block, attention in zip(plan.blocks, plan.attentions, strict=True):
         cache = plan.recipe.cache_of(block)
-        if cache is not None and (pattern is None or matches(attention, pattern)):
+        if attention is None or cache is None:
+            continue
+        if pattern is None or matches(attention, pattern):
             yield f"{attention}  cache"
             yield f"  1. {cache_step(plan, cache)}"
 

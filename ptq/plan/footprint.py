@@ -214,7 +214,7 @@ class Footprint:
     def _gradients(self, blocks: Sequence[BlockShape]) -> int:
         """G of the layers of some blocks, as large as those of all blocks allow."""
         size = block_size(_widths(self.blocks), KEPT_MOMENTS)
-        heads = sum(2 * block.cached**2 // block.kv_heads for block in blocks)
+        heads = sum(2 * block.cached**2 // max(block.kv_heads, 1) for block in blocks)
         sequences = sum(FLOAT * block.hidden**2 for block in blocks)  # of K and V, in bf16
         return gradient_bytes(_widths(blocks), size) + FLOAT * heads + sequences
 

@@ -23,8 +23,9 @@ from formats.checkpoint.targets import is_ignored
 from formats.families.groups import SmoothingGroup, SmoothingKind
 from formats.families.names import by_block, expert_of
 from formats.families.registry import find_family
+from formats.families.sizes import Cached
 from formats.modeling.layers import (
-    cached,
+    cached_of_blocks,
     common_inputs,
     head_name,
     merged_layers,
@@ -262,11 +263,12 @@ def block_shapes(
         smoothed: Smoothing groups of all blocks.
     """
     elements, names, targets = by_block(source.names()), by_block(layers), by_block(quantized)
-    of_blocks = dict(zip(blocks, cached(source.config), strict=True))
+    of_blocks = dict(zip(blocks, cached_of_blocks(source.config), strict=True))
     is_router = routers_of(source.config)
     for block in blocks:
         routers = tuple(name for name in names[block] if is_router(name))
         experts = {expert_of(name) for name in names[block]} - {None}
+        own = of_blocks[block] or Cached(0, 0, 0)
         inside = {name: layers[name] for name in names[block] if name not in routers}
         yield BlockShape(
             name=block,
@@ -278,8 +280,8 @@ def block_shapes(
             elements=sum(math.prod(source.shape(name)) for name in elements.get(block, ())),
             hidden=config.get_text_config().hidden_size,
             query=query_elements(source.config, block),
-            cached=of_blocks[block].heads * max(of_blocks[block].k, of_blocks[block].v),
-            kv_heads=of_blocks[block].heads,
+            cached=own.heads * max(own.k, own.v),
+            kv_heads=own.heads,
             share=_chosen(config) / len(experts) if experts else 1.0,
         )
 

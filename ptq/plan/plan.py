@@ -21,7 +21,7 @@ from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKi
 from formats.families.names import by_block
 from formats.families.registry import BY_TYPE, find_family
 from formats.modeling.layers import (
-    attention_names,
+    attention_of_blocks,
     block_names,
     embedding_name,
     head_name,
@@ -92,7 +92,7 @@ class Plan(Strict):
         modules: Every linear layer and router of the model, in its order.
         smoothing: Groups that the recipe's methods smooth, block by block.
         blocks: Full names of the decoder blocks, in their order.
-        attentions: Full names of their attention modules.
+        attentions: Full names of their attention modules; None of a block that has none.
         model: The model as it comes.
         prediction: What the run will take.
         transforms: What the recipe makes of the float model before anything is observed.
@@ -106,7 +106,7 @@ class Plan(Strict):
     modules: tuple[ModulePlan, ...]
     smoothing: tuple[SmoothingGroup, ...]
     blocks: tuple[str, ...]
-    attentions: tuple[str, ...]
+    attentions: tuple[str | None, ...]
     model: ModelSummary
     prediction: Prediction
     transforms: tuple[str, ...] = ()
@@ -136,6 +136,7 @@ class Plan(Strict):
         found = {
             name: self.recipe.cache_of(block)
             for block, name in zip(self.blocks, self.attentions, strict=True)
+            if name is not None
         }
         return {name: own for name, own in found.items() if own != self.recipe.scheme.kv_cache}
 
@@ -238,7 +239,7 @@ def build_plan(
         modules=modules,
         smoothing=tuple(_in_order(smoothed.groups, blocks, _wanted(recipe))),
         blocks=blocks,
-        attentions=attention_names(values),
+        attentions=attention_of_blocks(values),
         model=_summary(floats, checkpoint.nbytes, len(blocks)),
         prediction=prediction,
         transforms=tuple(source.describe()) if isinstance(source, FloatModelView) else (),

@@ -30,7 +30,8 @@ from formats.families.names import HEAD
 from formats.families.registry import MODEL_TYPES, find_family, is_causal_lm, unsupported
 from formats.gguf.metadata import model_metadata, require_writer, tokenizer_metadata
 from formats.modeling.layers import (
-    cached,
+    attention_names,
+    cached_of_blocks,
     head_name,
     positions_of,
     stored_names,
@@ -184,6 +185,8 @@ def describe_data(recipe: Recipe, data: Mapping[str, TokenSet]) -> Iterator[str]
 
 def check_lengths(recipe: Recipe, config: PretrainedConfig) -> Iterator[tuple[Key, str]]:
     """Sequences that are longer than the model's positions."""
+    if not attention_names(config.to_dict()):
+        return  # nothing counts positions
     most = positions_of(config)
     for split in ("calibration", "evaluation"):
         length = getattr(recipe.dataset, split).sequence_length
@@ -297,8 +300,8 @@ def predict_checkpoint(
             total += weight_bytes(scheme, (shape[0], shape[1]), dtype)
         else:
             total += math.prod(shape) * dtype.itemsize
-    for spec, own in zip(caches, cached(checkpoint.config), strict=True):
-        if spec is None:
+    for spec, own in zip(caches, cached_of_blocks(checkpoint.config), strict=True):
+        if spec is None or own is None:
             continue
         sizes: dict[CacheRole, int] = {"k_cache": own.k, "v_cache": own.v}
         for role, size in () if spec.dynamic else sizes.items():

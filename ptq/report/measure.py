@@ -13,7 +13,7 @@ from calibrate.statistics import Statistics
 from formats.cache_scheme import CacheRole
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
-from formats.modeling.layers import attention_names
+from formats.modeling.layers import attention_names, block_names
 from formats.namespace import later
 from formats.tokenizer import load_tokenizer
 from inference.accuracy import Accuracy
@@ -285,7 +285,8 @@ def _measure_speed(
 def _sizes(original: Engine, quantized: Engine) -> Sizes:
     shape = quantized.model.config
     elements = sum(own.count * (own.k_size + own.v_size) for own in shape.cached)
-    first, names = attention_names(original.checkpoint.config)[0], original.checkpoint.names()
+    config, names = original.checkpoint.config, original.checkpoint.names()
+    first = (*attention_names(config), *block_names(config))[0]
     weight = next(n for n in names if n.startswith(f"{first}.") and n.endswith(".weight"))
     own = original.checkpoint.dtype(weight).itemsize
     return Sizes(

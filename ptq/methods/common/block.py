@@ -216,7 +216,7 @@ class BlockWork:
 
     def key_mean(self) -> Tensor:
         """Mean of each channel of K, after RoPE, as K is now: fp64 [kv heads, D]."""
-        seen = self.observed(self.block.attention, "k_cache")
+        seen = self.observed(self.block.attended, "k_cache")
         assert seen.channel_sum is not None, "the cache's scheme does not ask for it"
         return seen.channel_sum / seen.tokens
 

@@ -84,7 +84,9 @@ def config_of(model: FloatModel) -> PretrainedConfig:
     """The model's configuration as transformers reads it."""
     from transformers import AutoConfig  # takes a second, and a recipe is read without it
 
-    values = dict(model.config)
+    from formats.modeling.config import plain_values
+
+    values = plain_values(model.config)
     kind = values.pop("model_type")
     make_known(kind)
     return AutoConfig.for_model(kind, **values)

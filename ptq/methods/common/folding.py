@@ -201,7 +201,7 @@ class SmoothedGroup:
             self.work.folded[stored] = moved.to(self.work.dtype_of(stored)).cpu()
         if self.group.kind == "attention_output":
             heads = folding.scale.view(-1, self.work.head_dim)
-            self.work.divide(self.work.block.attention, "v_cache", heads)
+            self.work.divide(self.work.block.attended, "v_cache", heads)
 
     def _commit_norm_bias(self, folding: Folding) -> None:
         if (bias := self._norm_bias) is None:
@@ -256,7 +256,7 @@ class SmoothedGroup:
         spec = self.work.scheme.kv_cache
         assert spec is not None
         shape = (-1, self.work.head_dim)  # [kv heads, head_dim]
-        observed = self.work.observed(self.work.block.attention, "v_cache")
+        observed = self.work.observed(self.work.block.attended, "v_cache")
         absmax = observed.channel_absmax.double() / folding.scale.view(shape)
         factor = folding.scale.view(shape).float().to(self.work.block.device)
 

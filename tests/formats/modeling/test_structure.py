@@ -4,6 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from formats.errors import CheckpointError
+from formats.modeling.config import transformers_config
 from formats.modeling.layers import (
     attention_names,
     block_names,
@@ -16,6 +17,7 @@ from tests.undeclared import UNDECLARED
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MANY = {  # list of blocks, embedding, head, heads of K and V with their sizes
     "apertus": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
     "arcee": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
@@ -36,9 +38,6 @@ REFUSED = {
     "bert": "'bert' is not supported: its tokens see later ones: it is an encoder",
     "bart": "'bart' is not supported: it is an encoder and a decoder",
     "t5": "'t5' is not supported: it is an encoder and a decoder",
-    "mamba": "'mamba' is not supported: its blocks keep another state than K and V",
-    "qwen3_next": "'qwen3_next' is not supported: its blocks keep another state",
-    "jamba": "'jamba' is not supported: its blocks keep another state",
     "recurrent_gemma": "'recurrent_gemma' is not supported: its blocks keep another state",
     "rwkv": "'rwkv' is not supported: its attention does not go through",
     "ctrl_": "transformers takes it for none",
@@ -101,6 +100,41 @@ def test_what_is_no_causal_decoder_is_refused_by_name(kind):
     config = AutoConfig.for_model(kind).to_dict() if known else {"model_type": kind}
     with pytest.raises(CheckpointError, match=REFUSED[kind]):
         structure_of(config)
+
+
+def test_blocks_with_a_state_have_mixers_and_attention_or_either():
+    kinds = ["linear_attention", "full_attention"]
+    config = AutoConfig.for_model("qwen3_next", **SIZES, **FEW, layer_types=kinds).to_dict()
+    first, second = structure_of(config).blocks
+    assert (first.attention, second.mixers) == (None, ())
+    assert first.mixers == ("model.layers.0.linear_attn",)
+    assert f"{first.name}.linear_attn.in_proj_qkvz" in first.linears
+    assert attention_names(config) == ("model.layers.1.self_attn",)
+    assert len(cached(config)) == 1
+    (block, _) = structure_of(AutoConfig.for_model("falcon_h1", **SIZES).to_dict()).blocks
+    assert block.attention is not None
+    assert block.mixers == ("model.layers.0.mamba",)
+
+
+def test_layers_that_steer_a_mixer_stay_in_float():
+    sizes = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+    config = AutoConfig.for_model(
+        "qwen3_next",
+        **SIZES,
+        **FEW,
+        **sizes,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention"] * 2,
+    ).to_dict()
+    (block, _) = structure_of(config).blocks
+    assert block.narrow == (f"{block.name}.linear_attn.in_proj_ba",)
+    assert block.narrow[0] not in block.linears
+
+
+def test_infinity_is_read_as_transformers_writes_it():
+    values = AutoConfig.for_model("bamba", **SIZES).to_dict()
+    told = values | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert transformers_config(told).time_step_limit[1] == float("inf")
 
 
 def test_code_of_its_own_is_never_run():

@@ -148,7 +148,7 @@ def test_other_blocks_of_the_same_shape(make_model):
     assert torch.equal(a.variant(a.model.layers, a.pools).score(ids), own)
 
 
-@pytest.mark.parametrize("kind", ["rwkv", "mamba"])
+@pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma"])
 def test_what_keeps_another_state_is_refused(make_model, kind):
     folder = make_model(kind, **SMALL)
     with pytest.raises(CheckpointError, match=kind):

@@ -1,0 +1,111 @@
+"""Rows of recurrent states: one for each place of the batch, and snapshots of them; pure counting.
+
+A running sequence's state is in the row of its place, which holds nothing before its first token.
+Beside the blocks of the cache a new sequence needs the state after the last of them, so a hit ends
+where a snapshot was taken: at the last whole block of a prompt, where its beginning first differed
+from what the cache knew, and at every `EVERY`th block. What has not been found for the longest time
+goes first.
+
+Sums are grouped by pieces of a prompt: [0, piece), [piece, 2 piece) and so on. No step ends inside
+of one, and what comes after the prompt is computed token by token, so that a sequence's bits do not
+depend on how it is cut into steps, preempted or found.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from kernels.attention_inputs import KV_BLOCK
+
+EVERY = 8  # blocks between two snapshots in the middle of a prompt
+SNAPSHOTS = 32  # at least, by default
+
+
+def piece_of(step: int, places: int) -> int:
+    """Tokens of a piece: a whole block, or a power of two that fits beside decodes in a step."""
+    room = max(1, min(KV_BLOCK, step - places + 1))
+    return 1 << (room.bit_length() - 1)
+
+
+def whole_pieces(start: int, count: int, prompt: int, piece: int) -> int:
+    """Of `count` tokens from `start` on as many as end no piece of a prompt too early."""
+    end = start + count
+    return count if end >= prompt else max(0, end // piece * piece - start)
+
+
+class StateRows:
+    """Which row holds which state.
+
+    Args:
+        places: Rows of the batch, the spare one included.
+        snapshots: Rows after these.
+        piece: Tokens of a piece.
+
+    Attributes:
+        piece: Tokens of a piece.
+        rows: All rows.
+        wanted: By place, the row that gets the state after so many tokens.
+    """
+
+    def __init__(self, places: int, snapshots: int, piece: int) -> None:
+        self.piece, self.rows = piece, places + snapshots
+        self.wanted: dict[int, dict[int, int]] = {}
+        self._free = list(range(places, self.rows))
+        self._found: OrderedDict[int, int] = OrderedDict()  # row of a node's state, oldest first
+        self._copies: list[tuple[int, int]] = []
+
+    def __contains__(self, node: int) -> bool:
+        """Whether the state after a node's block is there, by the node's number."""
+        return node in self._found
+
+    def restore(self, node: int, place: int) -> None:
+        """Begin at a place with the state after a node's block."""
+        self._found.move_to_end(node)
+        self._copies.append((self._found[node], place))
+
+    def copy(self, source: int, place: int) -> None:
+        """Begin at a place with the state of another one."""
+        self._copies.append((source, place))
+
+    def want(self, place: int, ends: Iterable[int]) -> None:
+        """Keep the states of a place after so many tokens, as far as rows are there."""
+        self.give_up(place)
+        own = self.wanted.setdefault(place, {})
+        for end in sorted(ends, reverse=True):  # the last one is found most often
+            if not self._free and self._found:
+                self._free.append(self._found.popitem(last=False)[1])
+            if self._free:
+                own[end] = self._free.pop()
+
+    def taken(self, place: int, computed: int) -> list[tuple[int, int]]:
+        """What was kept by a step that ends after so many tokens: (tokens, row)."""
+        own = self.wanted.get(place, {})
+        return [(end, own.pop(end)) for end in sorted(own) if end <= computed]
+
+    def note(self, node: int | None, row: int) -> None:
+        """A row holds the state after a node's block; it is free for None, and if one is there."""
+        if node is None or node in self._found:
+            self._free.append(row)
+        else:
+            self._found[node] = row
+
+    def give_up(self, place: int) -> None:
+        """Whoever was at a place has left it."""
+        self._free.extend(self.wanted.pop(place, {}).values())
+
+    def forget(self) -> None:
+        """Nothing of what was kept is found any more."""
+        self._free.extend(self._found.values())
+        self._found.clear()
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """(source, destination) to be done in this order before the next step; given once."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def adds_up(self) -> bool:
+        """Whether each snapshot's row is free, found or about to be taken."""
+        wanted = [row for own in self.wanted.values() for row in own.values()]
+        rows = sorted([*self._free, *self._found.values(), *wanted])
+        return len(set(rows)) == len(rows) == self.rows - min(rows, default=self.rows)

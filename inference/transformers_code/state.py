@@ -1,0 +1,246 @@
+"""Modules of transformers' code that keep a state beside K and V, over the rows of the step.
+
+In the place of each stands `Stateful`. It hands the module's code the tokens of one piece of one
+sequence at a time, or the next tokens of several sequences at once, with a cache of transformers'
+own that is filled from their rows and read back after it. What the code keeps, its shapes and its
+types are seen in a run on the meta device. What it computes right is found by comparing numbers:
+some code begins at zero whenever it is given several tokens, and gets them one by one; some gives a
+sequence other bits beside others, and gets each by itself where bits must not change.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
+
+from formats.errors import CheckpointError
+from formats.modeling.states import cache_argument
+from inference.transformers_code.attention import current_step, only_rows, quiet
+from inference.transformers_code.pieces import Piece
+
+PROBED = 6  # tokens that are compared
+NEAR = 0.02  # relative distance of what differs by roundings alone
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """One state of a sequence: `kind` and `index` say where transformers' layer has it."""
+
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class _Every(list[Any]):
+    """The one layer of a cache, whatever a module's number is."""
+
+    def __getitem__(self, _: Any) -> Any:
+        return super().__getitem__(0)
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+
+def _cache(layer: LinearAttentionLayer) -> Cache:
+    return Cache(layers=_Every([layer]))
+
+
+class Stateful(nn.Module):
+    """A module that keeps a state, in the place of transformers' own.
+
+    Args:
+        mixer: transformers' module.
+        shapes: Of its states.
+        count: How many of each kind it may have.
+
+    Attributes:
+        mixer: The same.
+        shapes: The same.
+        continues: Whether its code takes several tokens after a state.
+        together: Whether a sequence's bits are the same beside others.
+    """
+
+    def __init__(self, mixer: nn.Module, shapes: Sequence[StateShape], count: int) -> None:
+        super().__init__()
+        self.mixer, self.shapes, self._count = mixer, tuple(shapes), count
+        self._argument = cast(str, cache_argument(mixer))
+        self._names = list(inspect.signature(mixer.forward).parameters)
+        self.continues = self.together = True
+        self._pools: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # its block's code may look at it
+            return getattr(super().__getattr__("mixer"), name)
+
+    def keep(self, rows: int, device: torch.device) -> int:
+        """Have so many rows of states; tells their bytes."""
+        self._pools = [
+            torch.zeros(rows, *own.shape, dtype=own.dtype, device=device) for own in self.shapes
+        ]
+        return sum(pool.nbytes for pool in self._pools)
+
+    def copy_rows(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy states from first to second of each pair, one after the other."""
+        for source, target in pairs:
+            for pool in self._pools:
+                pool[target] = pool[source]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own: hidden states [1, T, H] to the same."""
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        x = given.pop(self._names[0])
+        if "attention_mask" in given:  # padding, of which there is none
+            given["attention_mask"] = None
+        pieces = [part for piece in current_step().pieces for part in self._parts(piece)]
+        y = torch.empty_like(x)
+        for piece in pieces:
+            y[0, piece.tokens] = self._run(x[0, piece.tokens], piece, given)
+        return y
+
+    def _parts(self, piece: Piece) -> list[Piece]:
+        """A piece, or its tokens one by one where the code cannot do otherwise."""
+        several = len(piece.rows) > 1
+        count = len(piece.tokens)
+        if count == 1 or (self.together if several else self.continues or piece.begins):
+            return [piece]
+        rows = piece.rows if several else piece.rows.expand(count)
+        parts = [Piece(piece.tokens[i : i + 1], rows[i : i + 1]) for i in range(count)]
+        if not several:
+            parts[0] = Piece(parts[0].tokens, parts[0].rows, piece.begins)
+            last = parts[-1]
+            parts[-1] = Piece(last.tokens, last.rows, last.begins, piece.keeps)
+        return parts
+
+    def _run(self, x: Tensor, piece: Piece, given: Mapping[str, Any]) -> Tensor:
+        """Tokens [n, H] through the module; states are read from their rows, and written."""
+        states = [pool[piece.rows] for pool in self._pools]
+        several = len(piece.rows) > 1
+        with only_rows(piece.tokens):
+            y, after = self.call(x[:, None] if several else x[None], states, piece.begins, given)
+        for pool, state in zip(self._pools, after, strict=True):
+            pool[piece.rows] = state.to(pool.dtype)
+            if piece.keeps is not None:
+                pool[piece.keeps] = state[0].to(pool.dtype)
+        return y.reshape(x.shape)
+
+    def call(
+        self, x: Tensor, states: Sequence[Tensor], begins: bool, given: Mapping[str, Any]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The module's code on [B, n, H] after states [B, ...]: its output, and the states then."""
+        layer = LinearAttentionLayer(number_of_states=self._count)
+        layer.device, layer.dtype = x.device, x.dtype
+        for own, state in zip(self.shapes, states, strict=True):
+            state = torch.zeros_like(state) if begins else state.clone()
+            getattr(layer, f"{own.kind}_states")[own.index] = state
+            getattr(layer, f"is_{own.kind}_states_initialized")[own.index] = True
+            layer.has_previous_state[own.index] = not begins
+            if own.kind == "conv":
+                layer.conv_kernel_size[own.index] = state.shape[-1]
+        out = self.mixer(x, **{**given, self._argument: _cache(layer)})
+        after = [getattr(layer, f"{own.kind}_states")[own.index] for own in self.shapes]
+        return out[0] if isinstance(out, tuple) else out, after
+
+
+def state_shapes(mixer: nn.Module, hidden: int, count: int, dtype: torch.dtype) -> list[StateShape]:
+    """What a module's code keeps of a sequence.
+
+    Args:
+        mixer: On the meta device.
+        hidden: Width of hidden states.
+        count: How many states of each kind its cache may have.
+        dtype: Of activations.
+
+    Raises:
+        CheckpointError: it keeps none where transformers' caches have it.
+    """
+    layer = LinearAttentionLayer(number_of_states=count)
+    x = torch.zeros(1, PROBED, hidden, dtype=dtype, device="meta")
+    twin = copy.deepcopy(mixer).to(dtype)
+    with torch.no_grad():
+        twin(x, **{cast(str, cache_argument(mixer)): _cache(layer)})
+    found = [
+        StateShape(kind, index, tuple(state.shape[1:]), state.dtype)
+        for kind in ("conv", "recurrent")
+        for index, state in getattr(layer, f"{kind}_states").items()
+        if state is not None
+    ]
+    if not found:
+        raise CheckpointError(
+            f"{type(mixer).__name__}: its code keeps its state otherwise than in a layer of "
+            "transformers' cache; such a model is not run here"
+        )
+    return found
+
+
+def stand_in(model: Any, names: Sequence[str], shapes: Mapping[str, list[StateShape]]) -> None:
+    """Put `Stateful` in the place of a loaded model's modules, and find out what each can do.
+
+    Raises:
+        CheckpointError: the code's tokens one by one are not what it computes of them at once.
+    """
+    known: dict[type, tuple[bool, bool]] = {}
+    for name in names:
+        own = Stateful(model.get_submodule(name), shapes[name], states_of(model))
+        kind = type(own.mixer)
+        if kind not in known:
+            known[kind] = _probed(own, name, model)
+        own.continues, own.together = known[kind]
+        model.set_submodule(name, own)
+
+
+def states_of(model: Any) -> int:
+    """How many states of a kind a module may have, as transformers' caches are given."""
+    return getattr(model.config.get_text_config(), "number_of_conv_states", 1)
+
+
+@torch.no_grad()
+def _probed(own: Stateful, name: str, model: Any) -> tuple[bool, bool]:
+    hidden = model.config.get_text_config().hidden_size
+    device = next(own.parameters()).device
+    many = 3
+    x = torch.randn(many, PROBED, hidden, generator=torch.Generator().manual_seed(0))
+    x = x.to(device, own.shapes[0].dtype)
+
+    def run(x: Tensor, cuts: Sequence[int], forget: int | None = None) -> Tensor:
+        states = [torch.zeros(len(x), *s.shape, dtype=s.dtype, device=device) for s in own.shapes]
+        found, begins = [], True
+        for part in x.split(cuts, dim=1):
+            if forget is not None:
+                states[forget] = torch.zeros_like(states[forget])
+            y, states = own.call(part, states, begins, {})
+            found.append(y.float())
+            begins = False
+        return torch.cat(found, dim=1)
+
+    ones = [1] * PROBED
+    with quiet():
+        single, whole = run(x[:1], ones), run(x[:1], [PROBED])
+        cut = run(x[:1], [PROBED - 2, 2])
+        forgot = [run(x[:1], [PROBED - 2, 1, 1], forget=i) for i in range(len(own.shapes))]
+        beside = run(x, ones)
+        alone = torch.cat([run(one, ones) for one in x.split(1)])
+    if (single - whole).norm() > NEAR * whole.norm():
+        raise CheckpointError(
+            f"{name}: transformers' code computes other numbers of tokens one by one than of all "
+            "at once; such a model is not run here"
+        )
+    off = (cut - single).norm()  # next to nothing beside what forgetting a state costs
+    continues = all(off < (other - single).norm() / 8 for other in forgot)
+    together = device.type != "cpu" or torch.equal(beside, alone)
+    return continues, together

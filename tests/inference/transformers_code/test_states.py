@@ -1,0 +1,163 @@
+"""Models that keep a recurrent state beside K and V, or in their place, in our engine."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from formats.errors import EngineError
+from inference.beam_search import BeamParams, beam_search
+from inference.config import EngineConfig, SpeculateConfig
+from inference.engine import Engine
+from inference.requests.request import SamplingParams
+from tests.conftest import write_random
+from tests.families import check_engine
+from tests.tiny_models import tiny_config
+
+KINDS = ("qwen3_next", "lfm2", "bamba", "jamba", "mamba2")  # rules of state, with attention and not
+ALL = (*KINDS, "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "nemotron_h")
+MANY = int(os.environ.get("PTQ_STATE_REQUESTS", "200"))
+SMALL = {
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+}
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folders of tiny models, each written once."""
+    found: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in found:
+            config = tiny_config(kind)
+            for name, value in SMALL.items():
+                if hasattr(config, name):
+                    setattr(config, name, value)
+            if hasattr(config, "linear_value_head_dim"):
+                config.linear_value_head_dim = 16
+            found[kind] = write_random(tmp_path_factory.mktemp(kind) / "float", config)
+        return found[kind]
+
+    return make
+
+
+def ids_of(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(1, 384, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def engine_of(folder, **config) -> Engine:
+    sizes: dict[str, Any] = {
+        "max_batched_tokens": 80,
+        "max_batch_size": 4,
+        "max_model_len": 384,
+    } | config
+    return Engine.from_pretrained(folder, config=EngineConfig(**sizes))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_logits_and_tokens_are_those_of_transformers(made, kind):
+    for step in (16, 40, 512):
+        ids = torch.tensor(ids_of(75))
+        check_engine_of_steps(made(kind), ids, step)
+
+
+def check_engine_of_steps(folder, ids, step):
+    from tests.families import distance, transformers_logits
+
+    if step == 16:
+        check_engine(folder, ids).check_integrity()
+        return
+    engine = engine_of(folder, max_batched_tokens=step)
+    assert distance(engine.score(ids), transformers_logits(folder, ids)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hit_has_the_bits_of_a_miss(made, kind):
+    engine, prompt = engine_of(made(kind), max_batched_tokens=200), ids_of(210)
+    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=3)
+    first, again = (engine.generate([prompt], params)[0] for _ in range(2))
+    assert engine.stats().hit_tokens == 192
+    assert (first.token_ids, first.logprobs) == (again.token_ids, again.logprobs)
+    cut = engine_of(made(kind), max_batched_tokens=70, prefix_cache=False)
+    assert cut.generate([prompt], params)[0].logprobs == first.logprobs
+    engine.check_integrity()
+
+
+def test_a_beginning_is_found_from_the_third_request_on(made):
+    """The second computes it again, and keeps the state where it first differs from the first."""
+    engine, beginning = engine_of(made("bamba")), ids_of(130)
+    for i, hits in enumerate((0, 0, 128)):
+        prompt = beginning + ids_of(100, seed=i + 10)
+        assert engine.generate([prompt], GREEDY)[0].token_ids
+        assert engine.stats().hit_tokens == hits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_requests_are_each_as_alone(made, kind):
+    """With chunks, hits, preemption, aborts and few snapshots."""
+    rng = random.Random(7)
+    engine = engine_of(made(kind), kv_blocks=9, state_snapshots=5, max_batched_tokens=70)
+    alone = engine_of(made(kind), prefix_cache=False, max_batch_size=1, max_batched_tokens=64)
+    beginnings = [ids_of(n, seed=n) for n in (64, 128, 150)]
+    wanted: dict[str, tuple[list[int], SamplingParams]] = {}
+    done: dict[str, list[int]] = {}
+    left = max(1, MANY // len(KINDS))
+    while left or engine.has_unfinished:
+        if left and rng.random() < 0.5:
+            left -= 1
+            prompt = rng.choice(beginnings)[: rng.choice((64, 100, 150))]
+            prompt = prompt + ids_of(rng.randrange(0, 60), seed=rng.randrange(12)) + [1]
+            params = SamplingParams(
+                max_tokens=rng.randrange(1, 60),
+                ignore_eos=True,
+                temperature=rng.choice((0.0, 0.9)),
+                seed=rng.randrange(100),
+            )
+            wanted[engine.add_request(prompt, params)] = prompt, params
+        if wanted and rng.random() < 0.02:
+            engine.abort(rng.choice(list(wanted)))
+        done |= {
+            out.request_id: list(out.token_ids)
+            for out in engine.step()
+            if out.finished and out.finish_reason == "length"
+        }
+        engine.check_integrity()
+    assert engine.stats().preemptions > 0
+    assert engine.stats().hit_tokens > 0
+    assert len(done) > len(wanted) / 2
+    some = rng.sample(sorted(done), max(1, len(done) // 2)) if MANY <= 200 else sorted(done)
+    for name in some:
+        prompt, params = wanted[name]
+        assert list(alone.generate([prompt], params)[0].token_ids) == done[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beams_take_a_copy_of_the_state(made, kind):
+    prompt, params = ids_of(70), BeamParams(beam_width=3, max_tokens=6)
+    engine, other = engine_of(made(kind)), engine_of(made(kind), max_batched_tokens=512)
+    (beams,) = beam_search(engine, [prompt], params)
+    (again,) = beam_search(other, [prompt], params)
+    assert [beam.token_ids for beam in beams] == [beam.token_ids for beam in again]
+    for beam in beams:
+        logits = other.score([*prompt, *beam.token_ids])[len(prompt) - 1 : -1]
+        picked = logits.log_softmax(-1).gather(1, torch.tensor(beam.token_ids)[:, None])
+        assert picked.sum().item() == pytest.approx(beam.cumulative_logprob, abs=1e-3)
+    engine.check_integrity()
+
+
+def test_states_count_in_the_memory(made):
+    few, many = (engine_of(made("lfm2"), state_snapshots=n) for n in (0, 10))
+    assert many.state_bytes == 3 * few.state_bytes > 0  # of 5 rows without, 15 with
+
+
+def test_drafts_are_refused_by_name(made):
+    with pytest.raises(EngineError, match=r"lfm2.* recurrent state.*without speculate"):
+        engine_of(made("lfm2"), speculate=SpeculateConfig(method="ngram"))
