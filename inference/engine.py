@@ -130,10 +130,7 @@ class Engine:
             return None, 0
         assert isinstance(self.model, CodeModel)
         if config.speculate is not None:
-            raise EngineError(
-                f"{self.checkpoint.config.get('model_type')} keeps a recurrent state, which does "
-                "not go back over drafts that are not accepted; run it without speculate"
-            )
+            raise self._no_drafts()
         kept = config.state_snapshots if config.prefix_cache else 0
         places = config.max_batch_size
         rows = StateRows(
@@ -142,6 +139,13 @@ class Engine:
             piece_of(config.max_batched_tokens, places),
         )
         return rows, self.model.keep_states(rows.rows)
+
+    def _no_drafts(self) -> EngineError:
+        """Why a model that keeps a recurrent state has no drafts."""
+        return EngineError(
+            f"{self.checkpoint.config.get('model_type')} keeps a recurrent state, which does not "
+            "go back over drafts that are not accepted; run it without speculate"
+        )
 
     def _start(self) -> None:
         """Be ready for the first request."""
@@ -276,7 +280,12 @@ class Engine:
         Args:
             proposer: Makes them; None for no drafts any more.
             depth: Drafts of each request in a step; default: as many as pay.
+
+        Raises:
+            EngineError: the model keeps a recurrent state.
         """
+        if proposer is not None and self._blocks.states is not None:
+            raise self._no_drafts()
         places = self.config.max_batch_size
         self.speculation = None if proposer is None else SpeculativeDecoder(proposer, places, depth)
         self._scheduler.drafter = self.speculation

@@ -213,7 +213,12 @@ def _combine(stack: nn.Module, gated: bool) -> Combine:
 
 def _same_code(stack: nn.Module, first: tuple[str, ...], down: str) -> bool:
     """Whether a small stack of the same code gives what its experts, taken apart, give."""
-    count, hidden, inner = 3, 8, 4
+    own = stack_sizes(stack)
+    assert own is not None
+    shrunk: dict[int, int] = {}  # what is alike, as 512 experts of 512 channels, stays alike
+    for size, small_size in zip(reversed(own), (4, 8, 3), strict=True):
+        shrunk.setdefault(size, small_size)
+    count, hidden, inner = (shrunk[size] for size in own)
     small = _shrunk(stack, count, hidden, inner)
     layers = _layers(small, first, down, count, hidden, inner)
     both: Tensor = next(p for name, p in small.named_parameters() if name != "down_proj")

@@ -150,6 +150,8 @@ class SmoothK(Method):
         if _has_keys(work):
             self.key = _stages(work)[0]
             return
+        if work.block.attention is None:  # it caches no keys
+            return
         message = "not smoothed: one layer makes the latent and the keys that are cached with it"
         if work.block.family is None:
             message = "not smoothed: no family declares what makes queries and keys"

@@ -116,6 +116,14 @@ def test_blocks_with_a_state_have_mixers_and_attention_or_either():
     assert block.mixers == ("model.layers.0.mamba",)
 
 
+def test_as_many_experts_as_channels_are_taken_apart():
+    """As those of Qwen3-Next-80B-A3B: 512 of 512."""
+    kinds = ["linear_attention", "full_attention"]
+    alike = FEW | {"num_experts": 32, "layer_types": kinds}
+    block = structure_of(AutoConfig.for_model("qwen3_next", **SIZES, **alike).to_dict()).blocks[0]
+    assert f"{block.name}.mlp.experts.31.down_proj" in block.linears
+
+
 def test_layers_that_steer_a_mixer_stay_in_float():
     sizes = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
     config = AutoConfig.for_model(
