@@ -142,9 +142,11 @@ def _layers_for(
     leaves = [_leaf(group[0]) for group in groups if group]
     layers = apart(stack, tuple(leaves[:-1]), leaves[-1]) if len(leaves) in (2, 3) else None
     if layers is None:
+        why = "its experts compute otherwise than by a gate, an up and a down projection"
+        if isinstance(stack, nn.Conv1d):
+            why = "the files hold one convolution of its code as several"
         raise CheckpointError(
-            f"{type(stack).__name__}: its experts compute otherwise than by a gate, an up and a "
-            "down projection, and are not taken apart here. Declare its family"
+            f"{type(stack).__name__}: {why}, which is not read here. Declare its family"
         )
     parent, _, own = module.rpartition(".")
     setattr(model.get_submodule(parent), own, layers)
