@@ -17,7 +17,7 @@ observed, only the chosen tokens are computed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -189,7 +189,7 @@ def apart(stack: nn.Module, first: tuple[str, ...], down: str) -> Experts | None
         down: Name that the down projection gets.
     """
     sizes = stack_sizes(stack)
-    if sizes is None or not _same_code(stack, first, down):
+    if sizes is None or not _same_code(stack, sizes, first, down):
         return None
     return _layers(stack, first, down, *sizes)
 
@@ -211,15 +211,15 @@ def _combine(stack: nn.Module, gated: bool) -> Combine:
     return lambda gate, up: of_both(torch.cat((gate, up), dim=-1))
 
 
-def _same_code(stack: nn.Module, first: tuple[str, ...], down: str) -> bool:
+def _same_code(
+    stack: nn.Module, own: tuple[int, int, int], first: tuple[str, ...], down: str
+) -> bool:
     """Whether a small stack of the same code gives what its experts, taken apart, give."""
-    own = stack_sizes(stack)
-    assert own is not None
     shrunk: dict[int, int] = {}  # what is alike, as 512 experts of 512 channels, stays alike
     for size, small_size in zip(reversed(own), (4, 8, 3), strict=True):
         shrunk.setdefault(size, small_size)
     count, hidden, inner = (shrunk[size] for size in own)
-    small = _shrunk(stack, count, hidden, inner)
+    small = _shrunk(stack, own, shrunk)
     layers = _layers(small, first, down, count, hidden, inner)
     both: Tensor = next(p for name, p in small.named_parameters() if name != "down_proj")
     for i, expert in enumerate(layers):
@@ -238,13 +238,11 @@ def _same_code(stack: nn.Module, first: tuple[str, ...], down: str) -> bool:
         return bool(torch.allclose(layers(x, chosen, weights), wanted, rtol=1e-4, atol=1e-6))
 
 
-def _shrunk(stack: nn.Module, count: int, hidden: int, inner: int) -> nn.Module:
-    """A stack of the same code with random weights and other sizes."""
-    own = stack_sizes(stack)
-    assert own is not None
+def _shrunk(stack: nn.Module, own: tuple[int, int, int], sizes: Mapping[int, int]) -> nn.Module:
+    """A stack of the same code with random weights and, in the place of its own, other sizes."""
+    count, hidden, inner = (sizes[size] for size in own)
     small = copy.copy(stack)
     small._parameters = {}
-    sizes = dict(zip(own, (count, hidden, inner), strict=True))
     for name, value in vars(stack).items():
         if type(value) is int and value in sizes:
             setattr(small, name, sizes[value])

@@ -123,9 +123,9 @@ def _calls_by_block(
     parent = parents.pop()
     every = [f"{parent}.{name}" for name, _ in model.get_submodule(parent).named_children()]
     layers = getattr(getattr(model, "config", None), "layer_types", None) or ()
-    told = dict(zip(every, map(str, layers), strict=False))
+    kinds = dict(zip(every, map(str, layers), strict=False))
     others = [name for name in every if name not in found and name not in stateful]
-    unknown = {told.get(name, "nothing of config.json") for name in others} - TOKENWISE
+    unknown = {kinds.get(name, "nothing of config.json") for name in others} - TOKENWISE
     if unknown:
         why = f"{len(others)} of {len(every)} blocks have neither attention nor a known state: "
         raise _refused(kind, why + ", ".join(sorted(unknown)))

@@ -35,10 +35,8 @@ from inference.transformers_code.linear import (
     SharedInput,
     fix_frequencies,
 )
-from inference.transformers_code.state import Stateful, stand_in, state_shapes, states_of
+from inference.transformers_code.state import stand_in, state_shapes, states_of
 from kernels.numerics import dequantize
-
-__all__ = ["Stateful", "load_code", "nbytes_of"]
 
 AttentionInterface.register(NAME, attend)
 

@@ -28,10 +28,10 @@ from inference.models.model import KVHeads
 from inference.transformers_code.attention import TAKEN, Step, running
 
 if TYPE_CHECKING:
-    from inference.transformers_code import load
-    from inference.transformers_code.state import Stateful
+    from inference.transformers_code import load, state
 else:  # transformers' code of models takes seconds, and declared families run without it
     load = later("inference.transformers_code.load")
+    state = later("inference.transformers_code.state")
 
 ENDLESS = 1 << 20  # positions of a model without attention, whose code counts none
 
@@ -139,8 +139,8 @@ class CodeModel:
         return load.nbytes_of(self._module)
 
     @property
-    def _stateful(self) -> list[Stateful]:
-        kind = load.Stateful
+    def _stateful(self) -> list[state.Stateful]:
+        kind = state.Stateful
         return [part for part in self._module.modules() if isinstance(part, kind)]
 
     def keep_states(self, rows: int) -> int:

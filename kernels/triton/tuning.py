@@ -189,8 +189,8 @@ def prefill_tile(
     """The block of prefill attention over `rows` queries times query heads, which see at most
     `pages` pages.
 
-    Measured (entries are keyed by head size and rows, a power of two), else the larger one that
-    gives every SM a program. Rows that give half of them none share pages among more programs: two
+    Measured (entries are keyed by head size and rows, a power of two), else by `prefill_rule`. Rows
+    that give half of them none share pages among more programs: two
     an SM, of 16 pages or more.
     """
     family = "prefill" if scales else "prefill_16_bits"

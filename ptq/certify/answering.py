@@ -12,7 +12,8 @@ from inference.requests.chat_tokens import ChatEncoder
 from inference.requests.request import SamplingParams
 from ptq.certify.divergence import compare
 from ptq.certify.figures import Row
-from ptq.certify.setting import Pair, Setting, answers, likelihoods
+from ptq.certify.setting import Pair, Setting, likelihoods
+from ptq.evaluate.answers import answers
 
 BEGINNING = 48  # tokens of a text that is gone on with
 REPEATED = 16  # tokens at the end of an answer that repeat one span, for a loop

@@ -14,7 +14,8 @@ from typing import Any
 
 from inference.requests.request import SamplingParams
 from ptq.certify.figures import Row
-from ptq.certify.setting import Pair, Setting, answers, likelihoods
+from ptq.certify.setting import Pair, Setting, likelihoods
+from ptq.evaluate.answers import answers
 
 SHORTEST, OTHERS = 1024, 3
 MARGIN = 8  # tokens of room, as pieces are tokenized apart
@@ -182,7 +183,7 @@ def _measure(pair: Pair, case: Context, bar: Any) -> list[Row]:
     ]
     said = []
     for engine in pair:
-        answers(engine, [case.ids], SamplingParams(max_tokens=1), bar)  # then it is in the cache
+        answers(engine, [case.ids], [SamplingParams(max_tokens=1)], bar)  # then it is in the cache
         said.append(likelihoods(engine, asked, bar))
     rows, width = [], 1 + OTHERS
     for i, question in enumerate(case.questions):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from formats.checkpoint.read import Checkpoint
 from formats.command import bar
 from formats.errors import RequestError
+from formats.namespace import later
 from formats.tokenizer import load_tokenizer
 from inference.backend import choose_backend
 from inference.config import EngineConfig
@@ -20,10 +22,14 @@ from inference.transformers_code.choose import read_shape
 from ptq.certify.answering import answer_cases, measure_answers
 from ptq.certify.context import context_cases, measure_contexts
 from ptq.certify.divergence import measure_text, text_cases
-from ptq.certify.figures import Row
+from ptq.certify.figures import TASKS, Row
 from ptq.certify.objects import measure_objects, object_cases
 from ptq.certify.setting import LEVELS, LevelName, Pair, Setting, read_texts
-from ptq.certify.tasks import measure_tasks, task_cases
+
+if TYPE_CHECKING:
+    from ptq.evaluate import evaluation
+else:
+    evaluation = later("ptq.evaluate.evaluation")  # lm-eval, which only tasks need
 
 PLACES, STEP = 16, 1024  # requests that run at once; tokens of a step, whose logits are held
 Rows = dict[str, list[list[Row]]]  # of each part, of each of its cases
@@ -44,6 +50,31 @@ class Part:
     cases: Callable[[Setting], Sequence[Any]]
     measure: Callable[[Pair, Sequence[Any], Any], list[list[Row]]]
     steps: int
+
+
+def task_cases(setting: Setting) -> list[tuple[str, int]]:
+    """Standard tasks that need no network, with how many items of each, where lm-eval is there."""
+    asked = setting.level.tasks if find_spec("lm_eval") is not None else 0
+    return [(name, asked) for name in TASKS] if asked else []
+
+
+def measure_tasks(pair: Pair, cases: Sequence[tuple[str, int]], bar: Any) -> list[list[Row]]:
+    """A row for each item of each task: which of both models is right."""
+    found = []
+    for name, items in cases:
+        both = []
+        for engine in pair:
+            metrics = evaluation.evaluate(engine, [name], limit=items, progress=False)
+            both.append(next(metric.each for metric in metrics if metric.name == "acc"))
+            bar.update()
+        first, other = both
+        found.append(
+            [
+                Row(case=f"{name} {i}", values={f"tasks.{name}": (first[i], other[i])})
+                for i in sorted(first.keys() & other.keys())
+            ]
+        )
+    return found
 
 
 PARTS: Mapping[str, Part] = {

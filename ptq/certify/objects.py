@@ -18,7 +18,8 @@ from inference.server.tools.parser import ToolParser, join_deltas
 from inference.server.tools.use import ToolSupport, tool_support
 from ptq.certify.answering import chat_tokens
 from ptq.certify.figures import Row
-from ptq.certify.setting import Pair, Setting, answers, likelihoods
+from ptq.certify.setting import Pair, Setting, likelihoods
+from ptq.evaluate.answers import answers
 
 NEW = 72  # tokens of an answer
 FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
@@ -111,7 +112,7 @@ def _call(setting: Setting, number: int, draw: random.Random, support: ToolSuppo
 
 def measure_objects(pair: Pair, cases: Sequence[Wanted], bar: Any) -> list[list[Row]]:
     """One row of each object."""
-    prompts, params = [case.ids for case in cases], SamplingParams(max_tokens=NEW)
+    prompts, params = [case.ids for case in cases], [SamplingParams(max_tokens=NEW)] * len(cases)
     texts = [[o.text for o in answers(engine, prompts, params, bar)] for engine in pair]
     asked = [(case.ids, case.right) for case in cases]
     said = [likelihoods(engine, asked, bar) for engine in pair]

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from calibrate.sources import guess_columns, local_documents, plain_text, stdlib_documents
 from formats.chat_template import read_messages, render_chat
-from formats.errors import RecipeError, RequestError
+from formats.errors import RecipeError
 from formats.text_tokens import leading_tokens
 from inference.engine import Engine
-from inference.requests.request import SamplingParams
+from ptq.evaluate import answers
 
 LevelName = Literal["quick", "full"]
 
@@ -149,25 +149,6 @@ def _prose() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def answers(engine: Engine, prompts: Sequence[Sequence[int]], params: Any, bar: Any) -> list[Any]:
-    """An engine's outputs, in the order of prompts; those that begin alike run near each other.
-
-    Raises:
-        RequestError: a prompt is refused.
-    """
-    each = params if isinstance(params, list) else [params] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: list(prompts[i]))
-    places = {engine.add_request(prompts[i], each[i]): i for i in order}
-    done: dict[int, Any] = {}
-    while len(done) < len(places):
-        for output in engine.advance().finished:
-            if output.finish_reason == "error":
-                raise RequestError(f"a request of the certificate failed: {output.error}")
-            done[places[output.request_id]] = output
-            bar.update()
-    return [done[i] for i in range(len(prompts))]
-
-
 @dataclass(frozen=True)
 class Said:
     """A continuation's log probability, of so many tokens, and whether it is greedy."""
@@ -182,15 +163,8 @@ def likelihoods(
 ) -> list[Said]:
     """Of each (context, continuation); what contexts have in common is computed once."""
     prompts = [[*context, *continuation] for context, continuation in asked]
-    params = [
-        SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=len(context))
-        for context, _ in asked
+    found = answers.likelihoods(engine, prompts, [len(context) for context, _ in asked], bar)
+    return [
+        Said(total, len(continuation), greedy)
+        for (total, greedy), (_, continuation) in zip(found, asked, strict=True)
     ]
-    found = []
-    for output, (context, _) in zip(answers(engine, prompts, params, bar), asked, strict=True):
-        logprobs, ids, total, greedy = output.prompt_logprobs, output.prompt_token_ids, 0.0, True
-        for i in range(len(context), len(ids)):
-            total += logprobs[i][ids[i]]
-            greedy = greedy and logprobs[i][ids[i]] >= max(logprobs[i].values())
-        found.append(Said(total, len(ids) - len(context), greedy))
-    return found

@@ -16,10 +16,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from formats.command import bar
-from formats.errors import RequestError
 from formats.text_tokens import text_tokens
 from inference.engine import Engine
-from inference.requests.request import RequestOutput, SamplingParams
+from inference.requests.request import SamplingParams
+from ptq.evaluate.answers import answers, likelihoods
 
 DEFAULT_TOKENS = 256  # of a completion whose task does not say; lm-eval's own default
 
@@ -93,12 +93,8 @@ class EngineLM(TemplateLM):
             ids = (context + continuation)[-(self.max_length + 1) :]
             prompts.append(ids)
             starts.append(max(1, len(ids) - len(continuation)))
-        params = [
-            SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=start)
-            for start in starts
-        ]
-        outputs = self._answers(prompts, params, "Scoring")
-        return [_likelihood(o, start) for o, start in zip(outputs, starts, strict=True)]
+        with self._bar("Scoring", len(prompts)) as shown:
+            return likelihoods(self.engine, prompts, starts, shown)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
@@ -125,23 +121,11 @@ class EngineLM(TemplateLM):
             tokens = self.tok_encode(context)
             prompts.append(tokens[-(self.max_length + 1 - one.max_tokens) :])
             params.append(one)
-        return [output.text for output in self._answers(prompts, params, "Completing")]
+        with self._bar("Completing", len(prompts)) as shown:
+            return [output.text for output in answers(self.engine, prompts, params, shown)]
 
-    def _answers(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], title: str
-    ) -> list[RequestOutput]:
-        """Answers in the order of the prompts; those that begin alike are run near each other."""
-        order = sorted(range(len(prompts)), key=lambda i: prompts[i])
-        place = {self.engine.add_request(prompts[i], params[i]): i for i in order}
-        done: dict[int, RequestOutput] = {}
-        with bar(title=title, unit="request", total=len(order), shown=self._progress) as shown:
-            while len(done) < len(order):
-                for output in self.engine.advance().finished:
-                    if output.finish_reason == "error":
-                        raise RequestError(f"a request of the task failed: {output.error}")
-                    done[place[output.request_id]] = output
-                    shown.update()
-        return [done[i] for i in range(len(order))]
+    def _bar(self, title: str, total: int) -> Any:
+        return bar(title=title, unit="request", total=total, shown=self._progress)
 
 
 def sampling_params(options: dict[str, Any], longest: int) -> SamplingParams:
@@ -167,16 +151,3 @@ def sampling_params(options: dict[str, Any], longest: int) -> SamplingParams:
         top_k=int(known.get("top_k", 0)) if drawn else 0,
         seed=0,
     )
-
-
-def _likelihood(output: RequestOutput, start: int) -> tuple[float, bool]:
-    """Sum of the log probabilities of a prompt's tokens from `start` on; whether all are greedy."""
-    told, ids = output.prompt_logprobs, output.prompt_token_ids
-    assert told is not None
-    total, greedy = 0.0, True
-    for i in range(start, len(ids)):
-        row = told[i]
-        assert row is not None
-        total += row[ids[i]]
-        greedy = greedy and row[ids[i]] >= max(row.values())
-    return total, greedy
