@@ -11,7 +11,6 @@ those of bf16 data exactly. The largest magnitudes are kept apart, exact.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,10 +18,8 @@ from torch import Tensor
 from formats.errors import RecipeError
 from formats.namespace import later
 
-if TYPE_CHECKING:
-    from kernels.triton.calibration import magnitudes
-else:
-    magnitudes = later("kernels.triton.calibration.magnitudes")  # where there is a GPU
+with later():
+    from kernels.triton.calibration import magnitudes  # where there is a GPU
 
 BINS = 1 << 15
 

@@ -14,15 +14,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from formats.errors import PTQError
 from formats.namespace import later
 
-if TYPE_CHECKING:
+with later():
     import tqdm
-else:
-    tqdm = later("tqdm")
 
 
 def count(text: str) -> int:

@@ -15,20 +15,15 @@ import re
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
 from formats.namespace import ROOT, later
 from formats.published.known import needs_code
 
-if TYPE_CHECKING:
+with later():
     import huggingface_hub as hub
     from huggingface_hub import constants as hub_constants
     from huggingface_hub import errors as hub_errors
-else:
-    hub = later("huggingface_hub")
-    hub_constants = later("huggingface_hub.constants")
-    hub_errors = later("huggingface_hub.errors")
 
 SHIPPED = ("tiny-python",)  # models beside the recipes, in a checkout as in site-packages
 WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "LICEN*"]

@@ -10,22 +10,19 @@ the path, wins the name. What that does not hold is then looked for in our folde
 `inference` is also a package of Roboflow. The first on the path wins; commands refuse to go on
 where that is not ours.
 
-`later` imports a module when it is first used. A command's file holds its arguments and what it
-does, a method's its specification and its algorithm. Arguments and recipes are read, and refused,
-without the rest: importing torch for that would take seconds. So what only the work needs is named
-in two lines, one for the reader and the type checker, one for Python:
-
-    if TYPE_CHECKING:
-        import torch
-    else:
-        torch = later("torch")
+Modules that are imported inside `with later():` are loaded with their first use. A command's file
+holds its arguments and what it does, a method's its specification and its algorithm. Arguments and
+recipes are read, and refused, without the rest: importing torch for that would take seconds.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -33,6 +30,13 @@ from types import ModuleType
 from typing import Any
 
 from formats.errors import EngineError
+
+
+class _Deferring(threading.local):
+    on = False  # whether this thread is inside `later`
+
+
+_deferring = _Deferring()
 
 
 class _Later:
@@ -43,14 +47,35 @@ class _Later:
         self._module: ModuleType | None = None
 
     def __getattr__(self, attribute: str) -> Any:
+        if _deferring.on:  # an import statement asks for what it names
+            return _Later(f"{self._name}.{attribute}")
         if self._module is None:
             self._module = import_module(self._name)
         return getattr(self._module, attribute)
 
 
-def later(name: str) -> Any:
-    """The module of that full name, imported with its first use."""
-    return _Later(name)
+@contextmanager
+def later() -> Iterator[None]:
+    """Load modules that are imported inside with their first use, as PEP 810 has it.
+
+    What is imported must be modules: `import torch`, `from kernels import numerics`. A class or
+    function is not loaded by being called.
+    """
+    now = builtins.__import__
+
+    def deferred(name: str, *arguments: Any, **named: Any) -> Any:
+        fromlist = named.get("fromlist") or (arguments[2] if len(arguments) > 2 else ())
+        if not _deferring.on:
+            return now(name, *arguments, **named)
+        return _Later(name if fromlist else name.partition(".")[0])
+
+    builtins.__import__ = deferred
+    _deferring.on = True
+    try:
+        yield
+    finally:
+        _deferring.on = False
+        builtins.__import__ = now
 
 
 ROOT = Path(__file__).resolve().parent.parent  # of all packages: a checkout, or site-packages

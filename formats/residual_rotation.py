@@ -19,13 +19,11 @@ from formats.errors import CheckpointError
 from formats.namespace import later
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+with later():
+    import torch
 
     from formats import hadamard
-else:
-    hadamard = later("formats.hadamard")
-    torch = later("torch")
 
 KEY = "residual_rotation"
 

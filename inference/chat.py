@@ -37,12 +37,10 @@ from inference.prompts import PromptFormat
 from inference.requests.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
+    from inference.engine import Engine
+with later():
     from formats import tokenizer as tokenizers
     from formats.checkpoint import read as checkpoints
-    from inference.engine import Engine
-else:
-    checkpoints = later("formats.checkpoint.read")
-    tokenizers = later("formats.tokenizer")
 
 HELP = """\
 /reset          forget the conversation

@@ -12,17 +12,15 @@ import importlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from formats.command import CommandParser, device
 from formats.namespace import later
 from ptq.cli import COMMANDS
 from ptq.recipe.own_model import shipped_paths
 
-if TYPE_CHECKING:
+with later():
     import shtab
-else:
-    shtab = later("shtab")
 
 INSTALL = """\
 How to install it for yourself:

@@ -72,15 +72,13 @@ def test_the_commands_of_the_readme_name_the_file():
 def imported() -> Iterator[str]:
     """Packages that our code imports, whether at once or later; what runs elsewhere aside."""
     for path in (file for room in OURS for file in (ROOT / room).rglob("*.py")):
-        if "adapters" in path.parts or path.name == "hatch_hook.py":
+        if "peers" in path.parts or path.name == "hatch_hook.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 yield node.module
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "later":
-                yield ast.literal_eval(node.args[0])
 
 
 def test_every_package_that_is_imported_is_asked_for():

@@ -14,10 +14,9 @@ from formats.errors import CheckpointError
 from formats.namespace import later
 
 if TYPE_CHECKING:
-    import gguf  # pyright: ignore[reportMissingImports]
     import numpy as np
-else:
-    gguf = later("gguf")
+with later():
+    import gguf
 
 MAGIC = b"GGUF"
 AGAIN = "get the file again"

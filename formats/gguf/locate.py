@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.lock import target_locked
 from formats.namespace import later
 from formats.stored import other_kinds
 
-if TYPE_CHECKING:
+with later():
     from formats.gguf import unpack
-else:
-    unpack = later("formats.gguf.unpack")
 
 LAYOUT = 1  # of the folders that are made; a change of it makes them again
 

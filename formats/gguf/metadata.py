@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -34,10 +34,8 @@ from formats.gguf.tokenizer import (
 from formats.namespace import later
 from formats.scheme import either
 
-if TYPE_CHECKING:
+with later():
     import tokenizers
-else:
-    tokenizers = later("tokenizers")
 
 NAMES = {kind: name for name, own in ARCHITECTURES.items() for kind in own.model_types}
 """Of architectures, by model_type."""

@@ -10,23 +10,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from formats.errors import CheckpointError
 from formats.gguf.file import GgufFile
 from formats.namespace import later
 from formats.scheme import either
 
-if TYPE_CHECKING:
+with later():
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
-else:
-    decoders = later("tokenizers.decoders")
-    models = later("tokenizers.models")
-    normalizers = later("tokenizers.normalizers")
-    pre_tokenizers = later("tokenizers.pre_tokenizers")
-    processors = later("tokenizers.processors")
-    tokenizers = later("tokenizers")
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 ENDS = ("eos", "eot", "eom")  # tokens that end an answer

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from formats.checkpoint.read import Checkpoint
 from formats.command import bar
@@ -26,10 +26,8 @@ from ptq.certify.figures import TASKS, Row
 from ptq.certify.objects import measure_objects, object_cases
 from ptq.certify.setting import LEVELS, LevelName, Pair, Setting, read_texts
 
-if TYPE_CHECKING:
-    from ptq.evaluate import evaluation
-else:
-    evaluation = later("ptq.evaluate.evaluation")  # lm-eval, which only tasks need
+with later():
+    from ptq.evaluate import evaluation  # lm-eval, which only tasks need
 
 PLACES, STEP = 16, 1024  # requests that run at once; tokens of a step, whose logits are held
 Rows = dict[str, list[list[Row]]]  # of each part, of each of its cases

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from formats.namespace import later
 from ptq.recipe.reading import output_override
-
-if TYPE_CHECKING:
-    from formats.checkpoint import native
-else:
-    native = later("formats.checkpoint.native")
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:

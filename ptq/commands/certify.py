@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser, device
 from formats.errors import RequestError
@@ -22,12 +21,9 @@ from ptq.commands.arguments import add_quiet
 from ptq.output import CERTIFICATE_PAGE
 from ptq.text import format_table, typed_path
 
-if TYPE_CHECKING:
+with later():
     from ptq.certify import page
     from ptq.certify import run as runs
-else:
-    page = later("ptq.certify.page")
-    runs = later("ptq.certify.run")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,18 +12,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
 from formats.files import replace_file
 from formats.namespace import later
 from ptq.output import PEERS_FILE, REPORT_FOLDER, require_run
 
-if TYPE_CHECKING:
+with later():
     from ptq.report import comparison, scatter
-else:
-    comparison = later("ptq.report.comparison")
-    scatter = later("ptq.report.scatter")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
 from formats.gguf.locate import is_gguf, locate_source
@@ -27,10 +26,8 @@ from formats.namespace import later
 from ptq.commands.arguments import add_quiet
 from ptq.convert import FLOAT_TYPES, TARGETS
 
-if TYPE_CHECKING:
+with later():
     import ptq.convert.convert as conversion
-else:
-    conversion = later("ptq.convert.convert")
 
 
 def parser() -> argparse.ArgumentParser:

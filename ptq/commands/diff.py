@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser, count
 from formats.errors import RequestError
@@ -22,10 +21,8 @@ from formats.namespace import later
 from ptq.recipe.own_model import find_recipe
 from ptq.report import differences
 
-if TYPE_CHECKING:
+with later():
     from formats.checkpoint import read
-else:
-    read = later("formats.checkpoint.read")
 
 
 def parser() -> argparse.ArgumentParser:

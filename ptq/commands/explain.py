@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
 from formats.namespace import later
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.recipe.reading import read_recipe
 
-if TYPE_CHECKING:
+with later():
     import ptq.plan.plan as planning
     from ptq.plan import describe
-else:
-    describe = later("ptq.plan.describe")
-    planning = later("ptq.plan.plan")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,7 +12,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser, count
 from formats.errors import RequestError
@@ -20,14 +19,10 @@ from formats.files import replace_file
 from formats.gguf.locate import locate_model
 from formats.namespace import later
 
-if TYPE_CHECKING:
+with later():
     from formats.checkpoint import read
     from ptq.certify import certificate
     from ptq.report import inspection
-else:
-    certificate = later("ptq.certify.certificate")
-    inspection = later("ptq.report.inspection")
-    read = later("formats.checkpoint.read")
 
 
 def parser() -> argparse.ArgumentParser:

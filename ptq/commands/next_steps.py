@@ -5,16 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.chat_template import brings_chat_template
 from formats.namespace import later
 from ptq.text import typed_path
 
-if TYPE_CHECKING:
+with later():
     from formats.checkpoint import native
-else:
-    native = later("formats.checkpoint.native")
 
 
 def next_commands(checkpoint: Path) -> list[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
 from formats.lock import output_locked
@@ -22,14 +21,10 @@ from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.reading import output_override, read_recipe
 from ptq.text import format_table, typed_path
 
-if TYPE_CHECKING:
+with later():
     import ptq.plan.plan as planning
     import ptq.report.report as reporting
     from ptq import result as results
-else:
-    planning = later("ptq.plan.plan")
-    reporting = later("ptq.report.report")
-    results = later("ptq.result")
 
 
 def parser() -> argparse.ArgumentParser:

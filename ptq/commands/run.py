@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
 from formats.errors import RecipeError
@@ -24,7 +23,7 @@ from ptq.output import RECIPE_FILE, REPORT_FOLDER, is_taken
 from ptq.recipe.reading import LoadedRecipe, read_recipe
 from ptq.text import format_table, typed_path
 
-if TYPE_CHECKING:
+with later():
     import ptq.plan.plan as planning
     import ptq.report.report as reporting
     from ptq import result as results
@@ -35,18 +34,6 @@ if TYPE_CHECKING:
     from ptq.plan import preflight
     from ptq.search import record
     from ptq.search import search as searching
-else:
-    beside = later("ptq.convert.beside")
-    certifying = later("ptq.certify.run")
-    comparison = later("ptq.evaluate.comparison")
-    driver = later("ptq.pipeline.driver")
-    planning = later("ptq.plan.plan")
-    preflight = later("ptq.plan.preflight")
-    record = later("ptq.search.record")
-    reporting = later("ptq.report.report")
-    results = later("ptq.result")
-    resume = later("ptq.pipeline.resume")
-    searching = later("ptq.search.search")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

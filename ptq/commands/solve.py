@@ -17,7 +17,6 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
 from formats.errors import RecipeError
@@ -31,14 +30,9 @@ from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
 from ptq.recipe.schema import Recipe
 from ptq.text import typed_path
 
-if TYPE_CHECKING:
+with later():
     import ptq.plan.plan as planning
     from ptq.pipeline import artifact, driver, solvable
-else:
-    artifact = later("ptq.pipeline.artifact")
-    driver = later("ptq.pipeline.driver")
-    planning = later("ptq.plan.plan")
-    solvable = later("ptq.pipeline.solvable")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,6 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser, bar, count
 from formats.files import replace_file
@@ -26,13 +25,10 @@ from ptq.sweep.spec import read_spec
 from ptq.sweep.tasks import Outcome, Task, left_to_run, plan_tasks
 from ptq.text import duration_text, typed_path
 
-if TYPE_CHECKING:
+with later():
     import torch
 
     from ptq.sweep import summary
-else:
-    torch = later("torch")
-    summary = later("ptq.sweep.summary")
 
 TABLE = "sweep.md"
 

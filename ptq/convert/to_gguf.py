@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,10 +48,8 @@ from formats.stored.weights import StoredWeight
 from kernels.numerics import dequantize
 from ptq.convert.conversion import Conversion
 
-if TYPE_CHECKING:
-    import gguf  # pyright: ignore[reportMissingImports]
-else:
-    gguf = later("gguf")
+with later():
+    import gguf
 
 PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 

@@ -32,10 +32,9 @@ from ptq.methods.common.spec import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = later("torch")
+with later():
+    import torch
 
 
 class AWQSpec(MethodSpec):

@@ -24,13 +24,11 @@ from ptq.methods.common.method import Method, Part, layer_parts
 from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+with later():
+    import torch
 
     from ptq.methods.common import rounding
-else:
-    torch = later("torch")
-    rounding = later("ptq.methods.common.rounding")
 
 
 class ClipSpec(MethodSpec):

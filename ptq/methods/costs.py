@@ -32,18 +32,15 @@ from ptq.methods.common.method import Method
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, Stage
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from ptq.methods.common.feedback import Feedback
+with later():
+    import torch
 
     from calibrate import gradients
     from ptq.methods import registry
     from ptq.methods.common import cache
-    from ptq.methods.common.feedback import Feedback
-else:
-    cache = later("ptq.methods.common.cache")
-    gradients = later("calibrate.gradients")
-    registry = later("ptq.methods.registry")
-    torch = later("torch")
 
 WEIGHTS, INPUTS, CACHES = "weights", "inputs", "caches"  # what `found` names its tensors after
 ROLES: tuple[CacheRole, ...] = ("k_cache", "v_cache")

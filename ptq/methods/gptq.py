@@ -34,23 +34,15 @@ from ptq.methods.common.method import LayerMethod, layers_by_input
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, ScaleSearch, Stage
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+with later():
+    import torch
 
     import kernels.numerics as numerics
     from formats.stored import weights as storage
     from kernels.triton.calibration import columns as kernels
     from ptq.methods.common import feedback as expected
     from ptq.methods.common import fitting, moments, rounding
-else:
-    expected = later("ptq.methods.common.feedback")
-    fitting = later("ptq.methods.common.fitting")
-    kernels = later("kernels.triton.calibration.columns")
-    moments = later("ptq.methods.common.moments")
-    numerics = later("kernels.numerics")
-    rounding = later("ptq.methods.common.rounding")
-    storage = later("formats.stored.weights")
-    torch = later("torch")
 
 MOST_DAMP = 10.0
 SOLVED_WHOLE = 512  # inputs of a triangle that is inverted at once

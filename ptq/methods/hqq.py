@@ -37,19 +37,14 @@ from ptq.methods.common.method import LayerMethod
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, Stage
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+with later():
+    import torch
 
     import kernels.numerics as numerics
     import kernels.two_level as two_level
     from formats.stored import weights as storage
     from ptq.methods.common import rounding
-else:
-    numerics = later("kernels.numerics")
-    rounding = later("ptq.methods.common.rounding")
-    storage = later("formats.stored.weights")
-    torch = later("torch")
-    two_level = later("kernels.two_level")
 
 
 class HQQSpec(MethodSpec):

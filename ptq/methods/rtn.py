@@ -18,10 +18,9 @@ from ptq.methods.common.method import LayerMethod
 from ptq.methods.common.spec import MOMENTS, MethodSpec, ScaleSearch, Stage
 
 if TYPE_CHECKING:
-    from ptq.methods.common import rounding
     from ptq.methods.common.block import BlockWork
-else:
-    rounding = later("ptq.methods.common.rounding")
+with later():
+    from ptq.methods.common import rounding
 
 
 class RTNSpec(MethodSpec):

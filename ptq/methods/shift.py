@@ -38,12 +38,10 @@ from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:
+    from torch import Tensor
+with later():
     import torch
     import torch.nn.functional as functional
-    from torch import Tensor
-else:
-    functional = later("torch.nn.functional")
-    torch = later("torch")
 
 
 class ShiftSpec(MethodSpec):

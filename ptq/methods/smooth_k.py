@@ -44,17 +44,15 @@ from ptq.methods.common.migration import Choice, best_of, smoothing_row
 from ptq.methods.common.spec import Alpha, MethodSpec, Stage, fixed_alpha
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from calibrate.replay import Replay
+with later():
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from calibrate import replay
-    from calibrate.replay import Replay
     from ptq.methods.common import cache
-else:
-    cache = later("ptq.methods.common.cache")
-    nn = later("torch.nn")
-    replay = later("calibrate.replay")
-    torch = later("torch")
 
 
 class SmoothKSpec(MethodSpec):

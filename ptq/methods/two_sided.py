@@ -49,30 +49,21 @@ from ptq.methods.common.method import LayerMethod
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, ScaleSearch, Stage
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from calibrate.gradients import FisherFactors
+    from formats.stored.weights import StoredWeight
+with later():
+    import torch
 
     import kernels.feedback as feedback
     import kernels.numerics as numerics
     import kernels.triton.calibration.feedback as triton_feedback
     from calibrate import gradients
-    from calibrate.gradients import FisherFactors
     from formats.stored import weights as storage
-    from formats.stored.weights import StoredWeight
     from ptq.methods import gptq
     from ptq.methods.common import feedback as expected
     from ptq.methods.common import fitting, rounding
-else:
-    expected = later("ptq.methods.common.feedback")
-    feedback = later("kernels.feedback")
-    fitting = later("ptq.methods.common.fitting")
-    gptq = later("ptq.methods.gptq")
-    gradients = later("calibrate.gradients")
-    numerics = later("kernels.numerics")
-    rounding = later("ptq.methods.common.rounding")
-    storage = later("formats.stored.weights")
-    torch = later("torch")
-    triton_feedback = later("kernels.triton.calibration.feedback")
 
 Damping = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 

@@ -10,11 +10,9 @@ from formats.namespace import later
 from ptq.recipe.reading import load_recipe
 
 if TYPE_CHECKING:
-    import torch
-
     from formats.checkpoint.read import Checkpoint
-else:
-    torch = later("torch")
+with later():
+    import torch
 
 
 def flatten(value: Any, key: str = "") -> dict[str, Any]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from formats.errors import EngineError, RequestError
 from formats.namespace import ROOT, later
@@ -28,12 +28,9 @@ from formats.parent import end_with
 from ptq.output import is_taken
 from ptq.sweep.tasks import Outcome, State, Task
 
-if TYPE_CHECKING:
+with later():
     import ray
     from ray import exceptions
-else:
-    ray = later("ray")
-    exceptions = later("ray.exceptions")
 
 PTQ = [sys.executable, "-m", "ptq.sweep.pools"]
 HIDDEN = "-1"  # CUDA_VISIBLE_DEVICES where a task has no GPU

@@ -13,21 +13,15 @@ from inference.proposers import DraftMethod
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from inference.models.network import Computed
+    from inference.speculate.chain import ChainProposer, Target
+    from kernels.attention_inputs import KVPool
+with later():
     from formats import tokenizer as tokenizers
     from formats.checkpoint import read
     from inference.models import kv_cache, network
-    from inference.models.network import Computed
     from inference.speculate import chain
-    from inference.speculate.chain import ChainProposer, Target
     from inference.transformers_code import choose as shapes
-    from kernels.attention_inputs import KVPool
-else:
-    tokenizers = later("formats.tokenizer")
-    read = later("formats.checkpoint.read")
-    kv_cache = later("inference.models.kv_cache")
-    network = later("inference.models.network")
-    chain = later("inference.speculate.chain")
-    shapes = later("inference.transformers_code.choose")
 
 
 class ModelNetwork:

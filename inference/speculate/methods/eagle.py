@@ -28,27 +28,22 @@ from formats.namespace import later
 from inference.proposers import DraftMethod
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from formats import residual_rotation
-    from formats.checkpoint import read
     from formats.checkpoint.read import Checkpoint
-    from inference.models import config as shapes
-    from inference.models import parts as loading
     from inference.models.config import ModelConfig
     from inference.models.decoder import Decoder
-    from inference.speculate import head as heads
     from inference.speculate.chain import NetworkBackend, Target
     from inference.speculate.head import HeadProposer
     from kernels.attention_inputs import KVPool
-else:
-    torch = later("torch")
-    residual_rotation = later("formats.residual_rotation")
-    read = later("formats.checkpoint.read")
-    shapes = later("inference.models.config")
-    loading = later("inference.models.parts")
-    heads = later("inference.speculate.head")
+with later():
+    import torch
+
+    from formats import residual_rotation
+    from formats.checkpoint import read
+    from inference.models import config as shapes
+    from inference.models import parts as loading
+    from inference.speculate import head as heads
 
 BLOCKS = ("midlayer", "layers.0")
 ATTENTION = "self_attn"

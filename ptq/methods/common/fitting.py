@@ -22,7 +22,6 @@ all are known, and one sweep over the columns takes as long as GPTQ itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,10 +31,8 @@ from formats.scheme import WeightSpec
 from kernels.numerics import TYPES, QuantizedType
 from ptq.methods.common.rounding import expanded, round_column
 
-if TYPE_CHECKING:
+with later():
     from kernels.triton.calibration import columns as kernels
-else:
-    kernels = later("kernels.triton.calibration.columns")
 
 
 MOST = 1.25  # a scale changes by no more than this factor

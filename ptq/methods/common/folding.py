@@ -24,19 +24,14 @@ from formats.namespace import later
 from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced, set_parameter
 
 if TYPE_CHECKING:
+    from torch import Tensor
+with later():
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     import kernels.numerics as numerics
     from calibrate import replay
     from ptq.methods.common import cache, rounding
-else:
-    cache = later("ptq.methods.common.cache")
-    nn = later("torch.nn")
-    numerics = later("kernels.numerics")
-    replay = later("calibrate.replay")
-    rounding = later("ptq.methods.common.rounding")
-    torch = later("torch")
 
 
 def fold_vector(

@@ -23,7 +23,6 @@ takes those of least error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,10 +53,8 @@ from kernels.two_level import LARGEST, choose_unit, larger_unit, nearest_multipl
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.spec import MOMENTS, ScaleSearch
 
-if TYPE_CHECKING:
-    from kernels.triton.calibration import group_errors as kernels
-else:
-    kernels = later("kernels.triton.calibration.group_errors")  # where there is a GPU
+with later():
+    from kernels.triton.calibration import group_errors as kernels  # where there is a GPU
 
 E4M3_STEPS = (1, 2, 3, 4, 5, 6, -1, -2, -3)  # from the scale that cuts nothing, an eighth or less
 LAST_E4M3 = 0x7E  # bits of 448

@@ -16,14 +16,13 @@ from formats.scheme import LayerScheme
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from formats.checkpoint.read import Checkpoint
+with later():
+    import torch
+
     from formats.stored import weights as storage
-else:
-    storage = later("formats.stored.weights")
-    torch = later("torch")
 
 
 class StoredLayers(FloatModelView):
