@@ -1,7 +1,8 @@
-"""The HTTP application: routes before the engine's client, behind the key."""
+"""The HTTP application: routes before the engine's client, after the key, and their description."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,50 +10,74 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from formats.errors import PTQError
-from inference.server.engine_client import ServedEngine
-from inference.server.generation.served_model import ServedModel
-from inference.server.http import openapi
-from inference.server.http.errors import ApiError, api_error
+from inference.server import routes
+from inference.server.data_parallel.fleet import ServedEngine
+from inference.server.formatters import chat, completions, generate, responses
+from inference.server.http.body import read_body
 from inference.server.http.middleware import KeyCheck, RequestLog, RootPath
-from inference.server.http.responses import Refusal
-from inference.server.page.route import chat_page
-from inference.server.routes import about, adapters, chat, completions, responses, tokens
-from inference.server.schema.adapters import LoadAdapterBody, UnloadAdapterBody
-from inference.server.schema.chat import ChatBody
-from inference.server.schema.completions import (
-    CompletionBody,
-    DetokenizeBody,
-    GenerateBody,
-    TokenizeBody,
-)
+from inference.server.http.responses import ApiError, Refusal, api_error
 from inference.server.schema.responses import ResponsesBody
+from inference.server.served_model import ServedModel
 from inference.server.settings import ServerSettings
 
-Handler = Callable[[Request, ServedModel], Awaitable[Response]]
+Handler = Callable[..., Awaitable[Response]]  # takes the request, the model, and its body, if any
 JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
 ROUTES: list[tuple[str, str, Handler, type[BaseModel] | None, tuple[str, ...]]] = [
-    ("GET", "/health", about.health, None, (JSON,)),
-    ("GET", "/metrics", about.metrics, None, (PLAIN,)),
-    ("GET", "/version", about.version, None, (JSON,)),
-    ("GET", "/v1/models", about.models, None, (JSON,)),
-    ("GET", "/v1/models/{model:path}", about.model, None, (JSON,)),
-    ("POST", "/v1/completions", completions.complete, CompletionBody, (JSON, EVENTS)),
-    ("POST", "/v1/chat/completions", chat.chat, ChatBody, (JSON, EVENTS)),
+    ("GET", "/health", routes.health, None, (JSON,)),
+    ("GET", "/metrics", routes.metrics, None, (PLAIN,)),
+    ("GET", "/version", routes.version, None, (JSON,)),
+    ("GET", "/v1/models", routes.models, None, (JSON,)),
+    ("GET", "/v1/models/{model:path}", routes.model, None, (JSON,)),
+    ("POST", "/v1/completions", completions.complete, completions.CompletionBody, (JSON, EVENTS)),
+    ("POST", "/v1/chat/completions", chat.chat, chat.ChatBody, (JSON, EVENTS)),
     ("POST", "/v1/responses", responses.respond, ResponsesBody, (JSON, EVENTS)),
-    ("POST", "/v1/load_lora_adapter", adapters.load_adapter, LoadAdapterBody, (JSON,)),
-    ("POST", "/v1/unload_lora_adapter", adapters.unload_adapter, UnloadAdapterBody, (JSON,)),
-    ("POST", "/tokenize", tokens.tokenize, TokenizeBody, (JSON,)),
-    ("POST", "/detokenize", tokens.detokenize, DetokenizeBody, (JSON,)),
-    ("GET", "/tokenizer_info", tokens.tokenizer_info, None, (JSON,)),
-    ("POST", "/generate", completions.generate, GenerateBody, (JSON, EVENTS)),
-    ("POST", "/generate/stream", completions.generate_stream, GenerateBody, (EVENTS,)),
+    ("POST", "/v1/load_lora_adapter", routes.load_adapter, routes.LoadAdapterBody, (JSON,)),
+    ("POST", "/v1/unload_lora_adapter", routes.unload_adapter, routes.UnloadAdapterBody, (JSON,)),
+    ("POST", "/tokenize", routes.tokenize, routes.TokenizeBody, (JSON,)),
+    ("POST", "/detokenize", routes.detokenize, routes.DetokenizeBody, (JSON,)),
+    ("GET", "/tokenizer_info", routes.tokenizer_info, None, (JSON,)),
+    ("POST", "/generate", generate.generate, generate.GenerateBody, (JSON, EVENTS)),
+    ("POST", "/generate/stream", generate.generate_stream, generate.GenerateBody, (EVENTS,)),
 ]
+
+
+REFS = "#/components/schemas/{model}"
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+STATUSES = {
+    400: "The request is wrong; `param` names the field",
+    401: "The key is missing or wrong",
+    404: "There is no such model or route",
+    405: "The route has other methods",
+    408: "The body did not come in time",
+    413: "The body is too large",
+    415: "The body is no JSON in UTF-8",
+    429: "Too much waits; Retry-After tells when to come back",
+    500: "The engine failed at this request, or a defect of the server",
+    503: "The engine loads, stops or is dead",
+}
+READING, WRITING = (400, 401, 404, 405, 500, 503), tuple(STATUSES)
 
 
 def create_app(client: ServedEngine, settings: ServerSettings) -> FastAPI:
@@ -84,12 +109,12 @@ def create_app(client: ServedEngine, settings: ServerSettings) -> FastAPI:
     for method, path, handler, model, kinds in ROUTES:
         app.add_api_route(
             path,
-            _endpoint(handler, served),
+            _endpoint(handler, model, served),
             methods=[method],
             name=handler.__name__,
-            openapi_extra=openapi.operation(path, model, kinds),
+            openapi_extra=_operation(path, model, kinds),
         )
-    app.add_route("/", chat_page, include_in_schema=False)
+    app.add_route("/", routes.chat_page, include_in_schema=False)
     app.openapi = lambda: _describe(app, settings.root_path)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ApiError, _refuse)
@@ -111,29 +136,63 @@ def create_app(client: ServedEngine, settings: ServerSettings) -> FastAPI:
     return app
 
 
-def _endpoint(handler: Handler, served: ServedModel) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    handler: Handler, model: type[BaseModel] | None, served: ServedModel
+) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await handler(request, served)
+        if model is None:
+            return await handler(request, served)
+        if handler in routes.ONLY_WITH_KEY:
+            routes.require_key(request, served)
+        body = await read_body(request, model, served.settings.limits)
+        served.check_model(getattr(body, "model", None))
+        return await handler(request, served, body)
 
     endpoint.__doc__ = handler.__doc__
     return endpoint
 
 
 def _describe(app: FastAPI, prefix: str) -> dict[str, Any]:
+    """FastAPI's description with the schemas of the bodies, which the routes read themselves."""
     if app.openapi_schema is None:
         servers: list[dict[str, Any]] | None = [{"url": prefix}] if prefix else None
         document = get_openapi(title=app.title, version="1", routes=app.routes, servers=servers)
         models = [model for *_, model, _ in ROUTES if model is not None]
-        app.openapi_schema = openapi.complete(document, models)
+        _, made = models_json_schema([(m, "validation") for m in models], ref_template=REFS)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas |= made.get("$defs", {}) | {"Error": ERROR}
+        for path in document["paths"].values():
+            for one in path.values():
+                one["responses"].pop("422", None)  # what FastAPI's own checks would answer
+        app.openapi_schema = document
     return app.openapi_schema
+
+
+def _operation(path: str, model: type[BaseModel] | None, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Arguments of a route for FastAPI: the body it reads, the media types it answers with."""
+    statuses = READING if model is None else WRITING
+    content = {kind: {"schema": {}} for kind in kinds}
+    responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    responses |= {str(s): {"description": STATUSES[s], "content": error} for s in statuses}
+    extra: dict[str, Any] = {"responses": responses}
+    names = re.findall(r"{(\w+)", path)
+    if names:
+        fixed = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        extra["parameters"] = [{"name": name} | fixed for name in names]
+    if model is not None:
+        schema = {"$ref": REFS.format(model=model.__name__)}
+        extra["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    return extra
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     """Of a handler: what is wrong with the request, or with the engine."""
-    if isinstance(error, PTQError):
-        error = api_error(error)
-    assert isinstance(error, ApiError)
-    return Refusal(error)
+    assert isinstance(error, ApiError | PTQError)
+    return Refusal(api_error(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

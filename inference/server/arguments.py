@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from formats.command import CommandParser, count
@@ -15,7 +17,7 @@ from inference.arguments import (
 )
 from inference.config import EngineConfig
 from inference.server.open_requests import QueueLimits
-from inference.server.tools.parser import tool_formats
+from inference.server.tools.parser import FORMATS
 
 KEY = "PTQ_API_KEY"  # a key on a command line is seen by everybody who may list processes
 BATCH_SIZES = {"cpu": 64, "cuda": 256}
@@ -114,7 +116,7 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     add_content_argument(group)
     add(
         "--tool-format",
-        choices=sorted(tool_formats()),
+        choices=sorted(FORMATS),
         help="how the model writes calls of tools; default: as its chat template tells",
     )
     add(
@@ -193,24 +195,22 @@ def _root_path(text: str) -> str:
     return prefix
 
 
-def _seconds(text: str) -> float:
+def _number(text: str, right: Callable[[float], bool], needed: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e9:
-        raise argparse.ArgumentTypeError(f"found {text!r}; seconds from 0 on are needed")
+        value = math.nan
+    if not right(value):
+        raise argparse.ArgumentTypeError(f"found {text!r}; {needed}")
     return value
+
+
+def _seconds(text: str) -> float:
+    return _number(text, lambda value: 0 <= value < 1e9, "seconds from 0 on are needed")
 
 
 def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}; a share between 0 and 1 is needed")
-    return value
+    return _number(text, lambda value: 0 < value < 1, "a share between 0 and 1 is needed")
 
 
 def _port(text: str) -> int:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from formats.command import run_command
 from formats.errors import RequestError
@@ -27,24 +26,18 @@ from formats.namespace import later
 from formats.stored.folder import read_config
 from inference.arguments import read_adapters
 from inference.server.arguments import KEY, parser, queue_limits, sizes
-from inference.server.data_parallel.fleet import EngineFleet
-from inference.server.data_parallel.placement import places, usable_cores
-from inference.server.engine.process import EngineProcess, EngineSource
-from inference.server.engine_client import EngineClient, ServedEngine
+from inference.server.data_parallel.fleet import EngineFleet, ServedEngine
+from inference.server.engine.process import EngineProcess, EngineSource, places, usable_cores
+from inference.server.engine_client import EngineClient
 from inference.server.messages import EngineInfo
 from inference.server.settings import Limits, ServerSettings
 from inference.server.vllm import start_vllm
 
-if TYPE_CHECKING:
+with later():
     from formats import tokenizer as tokenizers
     from formats.checkpoint import read as checkpoints
     from inference.server import app as apps
     from inference.server import serving
-else:
-    apps = later("inference.server.app")
-    checkpoints = later("formats.checkpoint.read")
-    serving = later("inference.server.serving")
-    tokenizers = later("formats.tokenizer")
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -53,16 +46,17 @@ ENDING = 3.0  # seconds in which the engine's process has to end by itself
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; 0 where all that ran could finish or was told why not."""
+    """Serve until a signal stops it; 0 where all that ran could finish, or was answered why not."""
     words = list(sys.argv[1:] if argv is None else argv)
-    words, further = _split(words)
-    arguments = parser().parse_args(words)
+    end = words.index("--") if "--" in words else len(words)
+    arguments, further = parser().parse_args(words[:end]), words[end + 1 :]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise RequestError(
             "torchrun has started this server as one of several processes, which cannot listen on "
             "one port. Leave torchrun out: --tensor-parallel N starts N processes itself"
         )
-    key, template = _key(arguments), _template(arguments)
+    key, path = _key(arguments), arguments.chat_template
+    template = None if path is None else _read(path, "--chat-template")
     if arguments.engine[0] == "vllm":
         folder = locate_model(arguments.checkpoint, arguments.revision)
         start_vllm(
@@ -72,13 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise RequestError(f"-- {' '.join(further)}: of vLLM; add --engine vllm, or leave it out")
     require_extra()
     folder = locate_model(arguments.checkpoint, arguments.revision)
-    read_config(folder)  # a folder of something else is told at once
+    read_config(folder)  # a folder of something else is refused at once
     adapters = _adapters(arguments)
     config, visible = sizes(arguments), os.environ.get("CUDA_VISIBLE_DEVICES")
     engines, ranks = arguments.data_parallel, arguments.tensor_parallel
     found = places(arguments.device, engines, usable_cores(), ranks, visible)
     with listen(arguments.host, arguments.port) as listener:
-        sources = [EngineSource(folder, config, adapters=adapters, **vars(p)) for p in found]
+        sources = [EngineSource(folder, config, place, adapters) for place in found]
         processes = [EngineProcess(source) for source in sources]
         try:
             _serve(arguments, key, template, folder, listener, processes)
@@ -88,12 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for process in processes:
                 process.end(ENDING)
     return 0
-
-
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before and after `--`."""
-    end = words.index("--") if "--" in words else len(words)
-    return words[:end], words[end + 1 :]
 
 
 def _serve(
@@ -107,7 +95,11 @@ def _serve(
     """Serve on a socket, while processes load the engines and then run them."""
     checkpoint = checkpoints.Checkpoint.open(folder)
     settings = _settings(arguments, key, template, checkpoint.path)
-    client = _client(arguments, processes)
+    limits = queue_limits(arguments)
+    clients = [EngineClient(process.send, limits) for process in processes]
+    client: ServedEngine = clients[0]
+    if len(clients) > 1:
+        client = EngineFleet(clients, prefix_cache=not arguments.no_prefix_cache)
     app = apps.create_app(client, settings)
     address = _address(arguments.host, listener)
 
@@ -120,15 +112,6 @@ def _serve(
     if key is None and arguments.host not in LOCAL:
         LOG.warning("whoever reaches %s may use the model; --api-key-file asks for a key", address)
     serving.Serving(app, listener, client, processes, arguments.drain_seconds, greet).run()
-
-
-def _client(arguments: argparse.Namespace, processes: Sequence[EngineProcess]) -> ServedEngine:
-    """What the application knows of the engines in these processes."""
-    limits = queue_limits(arguments)
-    clients = [EngineClient(process.send, limits) for process in processes]
-    if len(clients) == 1:
-        return clients[0]
-    return EngineFleet(clients, prefix_cache=not arguments.no_prefix_cache)
 
 
 def _begin_log(settings: ServerSettings) -> None:
@@ -200,13 +183,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _address(host: str, listener: socket.socket) -> str:
     """Where a client of this machine finds a listener."""
-    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
-    port = listener.getsockname()[1]
-    return (
-        f"http://[{name}]:{port}"
-        if ":" in name.strip("[]") and name[0] != "["
-        else f"http://{name}:{port}"
-    )
+    name = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host).strip("[]")
+    name = f"[{name}]" if ":" in name else name
+    return f"http://{name}:{listener.getsockname()[1]}"
 
 
 def _key(arguments: argparse.Namespace) -> str | None:
@@ -222,20 +201,10 @@ def _key(arguments: argparse.Namespace) -> str | None:
 
 def _adapters(arguments: argparse.Namespace) -> dict[str, Path]:
     """Folders by name, which is none of the model's."""
-    for name in _names(arguments):
+    for name in arguments.served_model_name or [str(arguments.checkpoint)]:
         if name in arguments.adapter:
             raise RequestError(f"--adapter {name}: so the model is called; choose another name")
     return read_adapters(arguments)
-
-
-def _names(arguments: argparse.Namespace) -> list[str]:
-    """What clients call the model."""
-    return arguments.served_model_name or [str(arguments.checkpoint)]
-
-
-def _template(arguments: argparse.Namespace) -> str | None:
-    path = arguments.chat_template
-    return None if path is None else _read(path, "--chat-template")
 
 
 def _read(path: Path, argument: str) -> str:
@@ -248,15 +217,11 @@ def _read(path: Path, argument: str) -> str:
 def _settings(
     arguments: argparse.Namespace, key: str | None, template: str | None, folder: Path
 ) -> ServerSettings:
-    names = _names(arguments)
-
-    def load_tokenizer() -> Any:
-        return tokenizers.load_tokenizer(folder)
-
+    model, *aliases = arguments.served_model_name or [str(arguments.checkpoint)]
     return ServerSettings(
-        model=names[0],
-        aliases=tuple(names[1:]),
-        load_tokenizer=load_tokenizer,
+        model=model,
+        aliases=tuple(aliases),
+        load_tokenizer=lambda: tokenizers.load_tokenizer(folder),
         created=int(time.time()),
         chat_template=template,
         special_tokens_in_content=arguments.special_tokens_in_content,

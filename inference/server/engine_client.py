@@ -10,29 +10,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamParams, Hypothesis
 from inference.requests.request import FinishReason, SamplingParams, check_prompt, check_tokens
-from inference.server.measures import Measures
-from inference.server.messages import (
-    Abort,
-    AdapterSet,
-    BeamDone,
-    Dead,
-    EngineInfo,
-    EngineStats,
-    Failed,
-    FromEngine,
-    Ready,
-    Refused,
-    SetAdapter,
-    Step,
-    Submit,
-    SubmitBeam,
-    ToEngine,
-)
+from inference.server import messages
+from inference.server.messages import EngineInfo, EngineStats, FromEngine, ToEngine
 from inference.server.open_requests import OpenRequests, QueueLimits
 from inference.server.stream import DeltaStream
 
@@ -68,13 +52,21 @@ class EngineClient:
         state: `starting` until the engine is warm, `ready`, `draining` from `drain` on, `dead`.
         reason: Why it is dead; None before.
         stats: The engine after its last step.
+        requests: Those that have not ended.
+        measures: What was counted and timed of all requests.
+        loaded: Whether it was warm once; also of one that died since.
+        engines: Itself: `EngineFleet` has all of its engines here.
+        routed: Nothing: there is no other engine to choose.
     """
 
     def __init__(self, send: Callable[[ToEngine], None], limits: QueueLimits | None = None) -> None:
-        self._send, self._open = send, OpenRequests(limits or QueueLimits())
+        self._send, self.requests = send, OpenRequests(limits or QueueLimits())
+        self.measures = self.requests.measures
         self.state: State = "starting"
         self.reason: str | None = None
         self.stats = EngineStats()
+        self.loaded = False
+        self.engines, self.routed = (self,), [{}]
         self._info: EngineInfo | None = None
         self._names = (f"r{i}" for i in count())
         self._answers: dict[str, asyncio.Future[Any]] = {}  # of beams and of adapters
@@ -101,34 +93,9 @@ class EngineClient:
         return self.info.adapters
 
     @property
-    def loaded(self) -> bool:
-        """Whether it was warm once; also of one that died since."""
-        return self._info is not None
-
-    @property
-    def engines(self) -> tuple[EngineClient, ...]:
-        """Itself: what serves several has them all here."""
-        return (self,)
-
-    @property
-    def routed(self) -> list[dict[str, int]]:
-        """Nothing: there is no other engine to choose."""
-        return [{}]
-
-    @property
     def in_flight(self) -> int:
         """Requests that wait or run."""
-        return len(self._open)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of prompts that it has yet to compute, of requests that have no token yet."""
-        return self._open.new_tokens
-
-    @property
-    def measures(self) -> Measures:
-        """What was counted and timed of its requests."""
-        return self._open.measures
+        return len(self.requests)
 
     async def ready(self) -> EngineInfo:
         """Wait until the engine is warm.
@@ -145,10 +112,6 @@ class EngineClient:
         while self.state != "dead":
             await self._changed.wait()
         return self.reason or ""
-
-    def full(self, prompt: int) -> str | None:
-        """Why a prompt of so many tokens may not wait now, if so."""
-        return self._open.full(prompt, self.info.max_batch_size)
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, new_tokens: int | None = None
@@ -172,8 +135,8 @@ class EngineClient:
         self._admit(prompt, params.stop_token_ids)
         name = next(self._names)
         stream = DeltaStream(name, self._cancelled)
-        self._open.add(name, len(prompt), stream, new_tokens)
-        self._send(Submit(name, list(prompt), params))
+        self.requests.add(name, len(prompt), stream, new_tokens)
+        self._send(messages.Submit(name, list(prompt), params))
         return stream
 
     async def beam(
@@ -187,10 +150,9 @@ class EngineClient:
         """
         self._admit(prompt, params.stop_token_ids)
         name = next(self._names)
-        done: asyncio.Future[list[Hypothesis]] = asyncio.get_running_loop().create_future()
-        self._answers[name] = done
-        self._open.add(name, len(prompt), None, new_tokens)
-        self._send(SubmitBeam(name, list(prompt), params))
+        self._answers[name] = done = asyncio.get_running_loop().create_future()
+        self.requests.add(name, len(prompt), None, new_tokens)
+        self._send(messages.Submit(name, list(prompt), params))
         try:
             return await done
         finally:
@@ -207,59 +169,58 @@ class EngineClient:
         self._check_taken()
         name = next(self._names)
         self._answers[name] = done = asyncio.get_running_loop().create_future()
-        self._send(SetAdapter(name, adapter, path))
+        self._send(messages.SetAdapter(name, adapter, path))
         await done
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests; wait until all have ended, and end them after so many seconds."""
         if self.state in ("starting", "ready"):
-            self._become("draining")
+            self._change("draining")
         try:
             async with asyncio.timeout(seconds):
                 while self.in_flight and self.state != "dead":
                     await self._changed.wait()
         except TimeoutError:
-            names = self._open.names
+            names = self.requests.names
             self._fail(names, "abort", STOPPING)
-            self._send(Abort(names))
+            self._send(messages.Abort(names))
 
     def take(self, message: FromEngine) -> None:
         """Take what the engine says."""
-        if isinstance(message, Step):
+        if isinstance(message, messages.Step):
             self.stats = message.stats
-            self._open.take_step(message)
-            self._tell_if_idle()
-        elif isinstance(message, Ready):
-            self._info = message.info
-            self.stats = replace(self.stats, blocks_total=message.info.kv_blocks)
+            self.requests.take_step(message)
+            if not self.in_flight:
+                self._change()
+        elif isinstance(message, EngineInfo):
+            self._info, self.loaded = message, True
+            self.stats = replace(self.stats, blocks_total=message.kv_blocks)
             if self.state == "starting":
-                self._become("ready")
-        elif isinstance(message, Refused):
-            if (stream := self._open.stream(message.name)) is not None:
-                stream.refuse(message.message, message.param)
-            self._answer(message.name, RequestError(message.message, message.param))
-            self._forget(message.name, "refused")
-        elif isinstance(message, Failed):
+                self._change("ready")
+        elif isinstance(message, messages.Refused):
+            error = RequestError(message.message, message.param)
+            if (stream := self.requests.stream(message.name)) is not None:
+                stream.refuse(error)
+            self._end(message.name, "refused", error)
+        elif isinstance(message, messages.Failed):
             self._fail(message.names, "error", message.message)
-        elif isinstance(message, BeamDone):
-            self._answer(message.name, message.hypotheses)
-            self._forget(message.name, "stop")
-        elif isinstance(message, AdapterSet):
+        elif isinstance(message, messages.BeamDone):
+            self._end(message.name, "stop", message.hypotheses)
+        elif isinstance(message, messages.AdapterSet):
             self._info = replace(self.info, adapters=message.adapters)
-            self._answer(message.name, None)
-            self._answers.pop(message.name, None)
+            self._end(message.name, "stop")
         else:
             self.lose(message)
 
-    def lose(self, last: Dead) -> None:
+    def lose(self, last: messages.Dead) -> None:
         """The engine is no more: every request ends, and no other is taken."""
         if self.state != "dead":
             self.reason = last.message
             gone = dict.fromkeys(("waiting", "running"), 0)
             gone |= {f"blocks_{kind}": 0 for kind in ("total", "free", "used", "cached")}
             self.stats = replace(self.stats, **gone)
-            self._become("dead")
-            self._fail([*self._open.names, *self._answers], "abort", last.message)
+            self._change("dead")
+            self._fail([*self.requests.names, *self._answers], "abort", last.message)
 
     def check(self, prompt: Sequence[int]) -> None:
         """Check that requests are taken, and that the model can take the prompt.
@@ -283,114 +244,38 @@ class EngineClient:
         """Raise unless one more request may wait."""
         self.check(prompt)
         check_tokens(ends, self.info.vocab_size, "stop_token_ids")
-        found = self.full(len(prompt))
+        found = self.requests.full(len(prompt), self.info.max_batch_size)
         if found is not None:
             self.measures.overloaded += 1
-            seconds = self._open.seconds_to_wait()
+            seconds = self.requests.seconds_to_wait()
             raise Overloaded(f"the queue is full: {found}. Try again in {seconds} s", seconds)
 
     def _cancelled(self, name: str, reason: FinishReason) -> None:
         """A reader left, or has what it wants."""
-        self._forget(name, reason)
+        self._end(name, reason)
         if self.state != "dead":
-            self._send(Abort([name]))
+            self._send(messages.Abort([name]))
 
     def _fail(self, names: Iterable[str], reason: Literal["error", "abort"], why: str) -> None:
         for name in names:
-            if (stream := self._open.stream(name)) is not None:
+            if (stream := self.requests.stream(name)) is not None:
                 stream.finish(reason, why)
-            self._answer(name, EngineError(why) if reason == "error" else Unavailable(why))
-            self._forget(name, reason)
+            self._end(name, reason, EngineError(why) if reason == "error" else Unavailable(why))
 
-    def _answer(self, name: str, answer: Any) -> None:
-        done = self._answers.get(name)
-        if done is None or done.done():  # its reader left
-            return
-        if isinstance(answer, Exception):
-            done.set_exception(answer)
-        else:
-            done.set_result(answer)
-
-    def _forget(self, name: str, reason: str) -> None:
-        self._answers.pop(name, None)
-        self._open.end(name, reason)
-        self._tell_if_idle()
-
-    def _tell_if_idle(self) -> None:
+    def _end(self, name: str, reason: str, answer: Any = None) -> None:
+        """A request has ended, or an adapter is set: who waits gets an answer or an error."""
+        done = self._answers.pop(name, None)
+        if done is not None and not done.done():  # its reader has not left
+            if isinstance(answer, Exception):
+                done.set_exception(answer)
+            else:
+                done.set_result(answer)
+        self.requests.end(name, reason)
         if not self.in_flight:
-            self._tell()
+            self._change()
 
-    def _become(self, state: State) -> None:
-        self.state = state
-        self._tell()
-
-    def _tell(self) -> None:
-        """Wake those that wait for a change."""
+    def _change(self, state: State | None = None) -> None:
+        """Enter a state, if one is given, and wake those that wait for a change."""
+        self.state = state or self.state
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-class ServedEngine(Protocol):
-    """What the application asks of an engine, or of several as one.
-
-    `EngineClient` and `EngineFleet` document each of these.
-    """
-
-    @property
-    def state(self) -> State:
-        """Whether requests are taken."""
-        ...
-
-    @property
-    def reason(self) -> str | None:
-        """Why it is dead; None before."""
-        ...
-
-    @property
-    def info(self) -> EngineInfo:
-        """What engine it is; of several, what they are together."""
-        ...
-
-    @property
-    def adapters(self) -> Mapping[str, str]:
-        """Folders of the adapters that requests may name."""
-        ...
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that wait or run."""
-        ...
-
-    @property
-    def engines(self) -> Sequence[EngineClient]:
-        """Each engine."""
-        ...
-
-    @property
-    def routed(self) -> Sequence[Mapping[str, int]]:
-        """Requests that were sent to each engine, by what decided; empty where there is one."""
-        ...
-
-    async def ready(self) -> EngineInfo:
-        """Wait until requests are taken."""
-        ...
-
-    async def dead(self) -> str:
-        """Wait until no request can be answered any more; gives the reason."""
-        ...
-
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> DeltaStream:
-        """Queue a request."""
-        ...
-
-    async def beam(self, prompt: Sequence[int], params: BeamParams) -> list[Hypothesis]:
-        """Search for the likeliest continuations."""
-        ...
-
-    async def set_adapter(self, adapter: str, path: str | None) -> None:
-        """Load or unload an adapter."""
-        ...
-
-    async def drain(self, seconds: float) -> None:
-        """Take no more requests, and wait for the end of all."""
-        ...

@@ -1,9 +1,9 @@
 """What the two processes of a server tell each other.
 
-The HTTP process sends `Submit`, `SubmitBeam`, `Abort` and `SetAdapter`; the engine process answers
-with `Ready` once, with a `Step` after each step of the engine, and with the others where there is
-cause. All are pickled, over a socket that only the two hold. A name is one request's, or one
-`SetAdapter`'s, for as long as the server lives: the HTTP process makes it, and none comes twice.
+The HTTP process sends `Submit`, `Abort` and `SetAdapter`; the engine process answers with
+`EngineInfo` once it is warm, with a `Step` after each step of the engine, and with the others where
+there is cause. All are pickled, over a socket that only the two hold. A name is one request's, or
+one `SetAdapter`'s, for as long as the server lives: the HTTP process makes it, and never twice.
 
 Draining is no message: the HTTP process refuses what comes, and closes the socket when what runs
 has ended. That ends the engine process.
@@ -16,16 +16,6 @@ from dataclasses import dataclass, field
 
 from inference.beam_search import BeamParams, Hypothesis
 from inference.requests.request import FinishReason, SamplingParams
-from inference.server.measures import FIRST_TOKEN, INTER_TOKEN, WHOLE
-
-FIRST_TOKEN += (7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
-
-
-INTER_TOKEN += (0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-
-
-WHOLE += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
-
 
 Logprobs = dict[int, float]  # token: its log probability; holds the chosen token
 
@@ -37,21 +27,13 @@ class Submit:
     Attributes:
         name: The request's.
         prompt: Token ids.
-        params: How it is decoded; without stop texts, which the HTTP process looks for.
+        params: How it is decoded, without stop texts, which the HTTP process looks for; or how
+            beams are searched.
     """
 
     name: str
     prompt: Sequence[int]
-    params: SamplingParams
-
-
-@dataclass(frozen=True)
-class SubmitBeam:
-    """Queue a beam search; arguments as of `Submit`."""
-
-    name: str
-    prompt: Sequence[int]
-    params: BeamParams
+    params: SamplingParams | BeamParams
 
 
 @dataclass(frozen=True)
@@ -78,7 +60,7 @@ class SetAdapter:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What engine answers.
+    """What engine answers, which is loaded and warm.
 
     Attributes:
         max_model_len: Most tokens of a request, prompt and output.
@@ -111,13 +93,6 @@ class EngineInfo:
     end_tokens: frozenset[int] = frozenset()
     speculates: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The engine is loaded and warm."""
-
-    info: EngineInfo
 
 
 @dataclass(frozen=True)
@@ -257,7 +232,5 @@ class Dead:
     message: str
 
 
-ToEngine = Submit | SubmitBeam | Abort | SetAdapter
-
-
-FromEngine = Ready | Step | Refused | Failed | BeamDone | AdapterSet | Dead
+ToEngine = Submit | Abort | SetAdapter
+FromEngine = EngineInfo | Step | Refused | Failed | BeamDone | AdapterSet | Dead

@@ -6,7 +6,7 @@ the server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
@@ -20,8 +20,9 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from inference.server.engine_client import EngineClient, ServedEngine
-from inference.server.measures import WHOLE, Histogram
+from inference.server.data_parallel.fleet import ServedEngine
+from inference.server.engine_client import EngineClient
+from inference.server.open_requests import WHOLE
 
 METHODS = ("GET", "POST", "HEAD", "OPTIONS")
 LABELS = ("model_name", "engine")
@@ -43,36 +44,16 @@ GAUGES: list[tuple[str, str, Callable[[EngineClient], float]]] = [
 ]
 COUNTERS: list[tuple[str, str, Callable[[EngineClient], float]]] = [
     ("prompt_tokens", "Tokens of prompts.", lambda e: e.measures.prompt_tokens),
-    (
-        "generation_tokens",
-        "Tokens that were generated.",
-        lambda e: e.measures.generation_tokens,
-    ),
-    (
-        "prefix_cache_queries",
-        "Prompt tokens looked up.",
-        lambda e: e.stats.prefix_queried_tokens,
-    ),
+    ("generation_tokens", "Tokens that were generated.", lambda e: e.measures.generation_tokens),
+    ("prefix_cache_queries", "Prompt tokens looked up.", lambda e: e.stats.prefix_queried_tokens),
     ("prefix_cache_hits", "Those found.", lambda e: e.stats.prefix_hit_tokens),
     ("num_preemptions", "Requests that gave blocks up.", lambda e: e.stats.preemptions),
     ("corrupted_requests", "Requests of NaN or infinity.", lambda e: e.stats.corrupted),
     ("failed_steps", "Steps that failed.", lambda e: e.stats.failed_steps),
-    (
-        "spec_decode_num_drafts",
-        "Steps of a request with drafts.",
-        lambda e: e.stats.draft_steps,
-    ),
+    ("spec_decode_num_drafts", "Steps of a request with drafts.", lambda e: e.stats.draft_steps),
     ("spec_decode_num_draft_tokens", "Drafts.", lambda e: sum(e.stats.drafts_proposed)),
-    (
-        "spec_decode_num_accepted_tokens",
-        "Those that came.",
-        lambda e: sum(e.stats.drafts_accepted),
-    ),
-    (
-        "overloaded_requests",
-        "Requests that found the queue full.",
-        lambda e: e.measures.overloaded,
-    ),
+    ("spec_decode_num_accepted_tokens", "Those that came.", lambda e: sum(e.stats.drafts_accepted)),
+    ("overloaded_requests", "Requests that found the queue full.", lambda e: e.measures.overloaded),
 ]
 # (name, what it tells, the attribute of `Measures`)
 HISTOGRAMS = [
@@ -84,7 +65,7 @@ HISTOGRAMS = [
 ]
 
 
-class Metrics:
+class Metrics(Collector):
     """What `/metrics` answers; a registry of its own, so that two servers of a process do not mix.
 
     Args:
@@ -93,8 +74,8 @@ class Metrics:
     """
 
     def __init__(self, client: ServedEngine, model: str) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(client, model))
+        self._client, self._model, self._registry = client, model, CollectorRegistry()
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
         labels = ("method", "route", "status")
         text = "Answers by route and status."
@@ -126,47 +107,32 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
-
-class _EngineCollector(Collector):
-    """Reads what the client knows of its engine when it is asked."""
-
-    def __init__(self, client: ServedEngine, model: str) -> None:
-        self._client, self._model = client, model
-
     def describe(self) -> list[Metric]:
         """Nothing: it would only serve to find equal names."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric."""
-        for name, text, value in GAUGES:
-            yield self._each(GaugeMetricFamily, name, text, value)
-        for name, text, value in COUNTERS:
-            yield self._each(CounterMetricFamily, name, text, value)
+        """What the client knows of its engines when it is asked."""
+        for kind, rows in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, text, value in rows:
+                family = kind(f"ptq:{name}", text, labels=LABELS)
+                for labels, engine in self._engines():
+                    family.add_metric(labels, value(engine))
+                yield family
         yield from self._by_label()
         for name, text, values in HISTOGRAMS:
             family = HistogramMetricFamily(f"ptq:{name}", text, labels=LABELS)
             for labels, engine in self._engines():
                 found = getattr(engine.measures, values)
-                family.add_metric(labels, _buckets(found), found.total)
+                bounds = [*map(str, found.bounds), "+Inf"]
+                buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+                family.add_metric(labels, buckets, found.total)
             yield family
 
     def _engines(self) -> Iterator[tuple[list[str], EngineClient]]:
         """Each engine and the values of its labels."""
         for number, engine in enumerate(self._client.engines):
             yield [self._model, str(number)], engine
-
-    def _each(
-        self,
-        kind: type[GaugeMetricFamily | CounterMetricFamily],
-        name: str,
-        text: str,
-        value: Callable[[EngineClient], float],
-    ) -> Metric:
-        family = kind(f"ptq:{name}", text, labels=LABELS)
-        for labels, engine in self._engines():
-            family.add_metric(labels, value(engine))
-        return family
 
     def _by_label(self) -> Iterator[Metric]:
         """Counters that have a label beside the engine's."""
@@ -184,9 +150,3 @@ class _EngineCollector(Collector):
             for way, requests in ways.items():
                 routed.add_metric([*values, way], requests)
         yield from (drafts, ended, routed)
-
-
-def _buckets(histogram: Histogram) -> Sequence[tuple[str, float]]:
-    """(bound, count of values up to it), as Prometheus wants them."""
-    bounds = [*map(str, histogram.bounds), "+Inf"]
-    return list(zip(bounds, accumulate(histogram.counts), strict=True))

@@ -1,15 +1,75 @@
-"""The requests that have not ended, as the HTTP process counts, times and feeds them."""
+"""The requests that have not ended, as the HTTP process counts, times and feeds them.
+
+`inference.server.metrics` shows what was counted and timed.
+"""
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from inference.server.measures import Measures
 from inference.server.messages import Step
 from inference.server.stream import DeltaStream
+
+# Bounds as in vLLM, so that its dashboards show ours.
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0)
+FIRST_TOKEN += (7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+INTER_TOKEN += (0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+WHOLE += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+LENGTHS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+
+
+class Histogram:
+    """How many values lie up to each bound.
+
+    Args:
+        bounds: Ascending.
+
+    Attributes:
+        counts: Of values up to each bound and above the one before; the last has no bound.
+        total: Sum of all values.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+
+@dataclass
+class Measures:
+    """Sums since the start; times are seconds, as the HTTP process sees them.
+
+    Attributes:
+        prompt_tokens: Of prompts whose requests have their first token.
+        generation_tokens: Tokens that arrived.
+        finished: Requests that ended, by reason: `stop`, `length`, `error`, `abort` (their client
+            left, or the server stopped) and `refused` (by the engine).
+        overloaded: Requests that found the queue full.
+        first_token: From a request's arrival to its first token.
+        inter_token: Between two tokens of a request.
+        whole: From a request's arrival to its end.
+        prompt_lengths: Tokens of prompts.
+        generation_lengths: Tokens of answers.
+    """
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    overloaded: int = 0
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
+    inter_token: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN))
+    whole: Histogram = field(default_factory=lambda: Histogram(WHOLE))
+    prompt_lengths: Histogram = field(default_factory=lambda: Histogram(LENGTHS))
+    generation_lengths: Histogram = field(default_factory=lambda: Histogram(LENGTHS))
 
 
 @dataclass(frozen=True)
@@ -32,6 +92,7 @@ class OpenRequest:
     Attributes:
         stream: Its tokens go there; None for a beam search, which gives none before its end.
         prompt: Tokens of its prompt.
+        new_tokens: Those of them that are to be computed.
         arrival: When it arrived.
         last: When its last token arrived; 0 before the first.
         made: Tokens that arrived.
@@ -39,6 +100,7 @@ class OpenRequest:
 
     stream: DeltaStream | None
     prompt: int
+    new_tokens: int
     arrival: float
     last: float = 0.0
     made: int = 0
@@ -59,9 +121,8 @@ class OpenRequests:
         self.measures = Measures()
         self._limits = limits
         self._requests: dict[str, OpenRequest] = {}
-        # (tokens of the prompt, those to be computed) of requests that have no token yet
-        self._queued: dict[str, tuple[int, int]] = {}
-        self._queued_tokens = self.new_tokens = 0
+        # of requests that have no token yet
+        self._queued = self._queued_tokens = self.new_tokens = 0
         self._last_tokens = -1.0  # when tokens arrived last
         self._ends: deque[float] = deque(maxlen=64)  # when the last requests ended
 
@@ -82,11 +143,10 @@ class OpenRequests:
         self, name: str, prompt: int, stream: DeltaStream | None, new_tokens: int | None = None
     ) -> None:
         """Take a request of so many tokens in, of which so many are to be computed, or all."""
-        self._requests[name] = OpenRequest(stream, prompt, time.perf_counter())
         new_tokens = prompt if new_tokens is None else new_tokens
-        self._queued[name] = prompt, new_tokens
-        self._queued_tokens += prompt
-        self.new_tokens += new_tokens
+        request = OpenRequest(stream, prompt, new_tokens, time.perf_counter())
+        self._requests[name] = request
+        self._count_queued(request, 1)
 
     def full(self, prompt: int, places: int) -> str | None:
         """Why a prompt of so many tokens may not wait, if so, where so many requests can run."""
@@ -102,22 +162,24 @@ class OpenRequests:
         """When half of what waits should be gone: who comes then finds it neither full nor idle."""
         span = time.perf_counter() - self._ends[0] if self._ends else 0.0
         rate = len(self._ends) / span if span else 1.0
-        return min(60, max(1, round(len(self._queued) / 2 / rate)))
+        return min(60, max(1, round(self._queued / 2 / rate)))
 
     def take_step(self, step: Step) -> None:
         """Give what a step gained to the streams."""
-        requests: Mapping[str, OpenRequest] = self._requests
         for name, prompt_logprobs in step.prompt_logprobs:
             if (stream := self.stream(name)) is not None:
-                stream.add_prompt_logprobs(prompt_logprobs)
+                stream.gained.prompt_logprobs = prompt_logprobs
         for name, logprobs in step.logprobs:
             if (stream := self.stream(name)) is not None:
-                stream.add_logprobs(logprobs)
+                gained = stream.gained
+                gained.logprobs = [] if gained.logprobs is None else gained.logprobs
+                gained.logprobs.append(logprobs)
         if step.names:
-            self._take_tokens(requests, step)
+            self._take_tokens(step)
         for name, drafts, accepted in step.drafts:
             if (stream := self.stream(name)) is not None:
-                stream.add_drafts(drafts, accepted)
+                stream.gained.drafts += drafts
+                stream.gained.accepted += accepted
         for name, reason, error in step.finished:
             if (stream := self.stream(name)) is not None:
                 stream.finish(reason, error)
@@ -129,21 +191,23 @@ class OpenRequests:
         if request is None:
             return
         now, measures = time.perf_counter(), self.measures
-        self._leave_queue(name)
+        if not request.last:
+            self._count_queued(request, -1)
         self._ends.append(now)
         measures.finished[reason] += 1
         measures.whole.add(now - request.arrival)
         measures.generation_lengths.add(request.made)
 
-    def _take_tokens(self, requests: Mapping[str, OpenRequest], step: Step) -> None:
-        measures = self.measures
+    def _take_tokens(self, step: Step) -> None:
+        requests, measures = self._requests, self.measures
         now, before, steady, taken = time.perf_counter(), self._last_tokens, 0, 0
         gained = Counter(step.names)
         for name, token in zip(step.names, step.tokens, strict=True):
             request = requests.get(name)
             if request is None or request.stream is None:  # cancelled, or a beam
                 continue
-            request.stream.add_token(token)
+            request.stream.gained.token_ids.append(token)
+            request.stream.tell()
             request.made += 1
             taken += 1
             count = gained[name]
@@ -155,21 +219,20 @@ class OpenRequests:
                 measures.inter_token.add((now - request.last) / count, count)
             else:
                 measures.inter_token.add(0.0, count - 1)
-                self._take_first(name, request, now)
+                self._take_first(request, now)
             request.last = now
         if steady:
             measures.inter_token.add(now - before, steady)
         measures.generation_tokens += taken
         self._last_tokens = now
 
-    def _take_first(self, name: str, request: OpenRequest, now: float) -> None:
-        self._leave_queue(name)
-        measures = self.measures
-        measures.first_token.add(now - request.arrival)
-        measures.prompt_tokens += request.prompt
-        measures.prompt_lengths.add(request.prompt)
+    def _take_first(self, request: OpenRequest, now: float) -> None:
+        self._count_queued(request, -1)
+        self.measures.first_token.add(now - request.arrival)
+        self.measures.prompt_tokens += request.prompt
+        self.measures.prompt_lengths.add(request.prompt)
 
-    def _leave_queue(self, name: str) -> None:
-        prompt, new_tokens = self._queued.pop(name, (0, 0))
-        self._queued_tokens -= prompt
-        self.new_tokens -= new_tokens
+    def _count_queued(self, request: OpenRequest, one: int) -> None:
+        self._queued += one
+        self._queued_tokens += one * request.prompt
+        self.new_tokens += one * request.new_tokens

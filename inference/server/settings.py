@@ -1,4 +1,4 @@
-"""What the HTTP process of a server is told by its command line."""
+"""What the command line says to the HTTP process of a server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the HTTP process is told.
+    """What the HTTP process has to know.
 
     Attributes:
         model: The name that clients call the model by; the first of `--served-model-name`.

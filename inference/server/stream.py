@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from formats.errors import PTQError, RequestError
 from inference.requests.detokenizer import Detokenizer
 from inference.requests.request import FinishReason
 from inference.server.messages import Logprobs
+from inference.server.tools.parser import MessageDelta
 
 
 @dataclass(slots=True)
@@ -21,24 +21,27 @@ class Delta:
     Attributes:
         text: New text that is certain: without a stop text, the beginning of one, or half of a
             character. Empty where the stream only gives tokens.
+        parts: Of a `Call`: the same as texts and parts of tool calls, in their order. They may
+            follow later than the text, since half a call may turn out to be text.
         token_ids: Its new tokens, up to the one that completes a stop text, or an end token,
             included. Their text may follow later.
         logprobs: For each of them, {token: log probability}; None where none are wanted.
         prompt_logprobs: Once, with the first tokens: for each token of the prompt, the same, None
             for the first. None at other times, and where none are wanted.
         finish_reason: `stop` (an end token, which is then the last of all tokens, or a stop text),
-            `length`, `error` (the engine failed at it: 500), `abort` (the server ends: 503); None
-            before.
+            `length`, `tool_calls` (of a `Call`: calls are all that is wanted), `error` (the engine
+            failed at it: 500), `abort` (the server ends: 503); None before.
         error: Why, where the reason is `error` or `abort`.
         drafts: How many drafts the steps had that gave the tokens.
         accepted: How many of the tokens were drafts.
     """
 
     text: str = ""
+    parts: list[MessageDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | Literal["tool_calls"] | None = None
     error: str | None = None
     drafts: int = 0
     accepted: int = 0
@@ -52,33 +55,36 @@ class Delta:
     def add(self, later: Delta) -> None:
         """Append what the request gained after this."""
         self.text += later.text
+        self.parts += later.parts
         self.token_ids += later.token_ids
-        if later.logprobs is not None:
-            self.add_logprobs(later.logprobs)
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        else:
+            self.logprobs += later.logprobs or ()
         self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
         self.finish_reason = later.finish_reason or self.finish_reason
         self.error = later.error or self.error
         self.drafts += later.drafts
         self.accepted += later.accepted
 
-    def add_logprobs(self, logprobs: Sequence[Logprobs]) -> None:
-        """Append the log probabilities of tokens."""
-        if self.logprobs is None:
-            self.logprobs = []
-        self.logprobs += logprobs
 
-    def cut(self, count: int) -> None:
-        """Keep only the first `count` tokens: a stop text ends the answer there."""
-        del self.token_ids[count:]
-        if self.logprobs is not None:
-            del self.logprobs[count:]
+class AnswerText:
+    """The text of one request's tokens, the same as `Engine.generate` gives.
 
-
-class _Text:
-    """The text of one request's tokens; arguments as of `DeltaStream.detokenize`."""
+    Args:
+        tokenizer: A transformers tokenizer.
+        stop: Texts that end the output; they are not part of it.
+        min_tokens: The request's: a stop text ends it no sooner, but no text follows it.
+        ends: Tokens that end the output and are no text. Needed only with a constraint, whose text
+            may be complete without any; otherwise the last token of `stop` is one.
+    """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str], min_tokens: int, ends: Container[int] | None
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        ends: Container[int] | None = None,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._min_tokens, self._ends = min_tokens, ends
@@ -98,13 +104,16 @@ class _Text:
     def _take_tokens(self, delta: Delta) -> bool:
         detokenizer, reason = self._detokenizer, delta.finish_reason
         ended = reason == "stop"  # the engine looks for no stop text
+        last = len(delta.token_ids) - 1
         for index, token in enumerate(delta.token_ids):
             self._made += 1
-            if ended and index == len(delta.token_ids) - 1 and self._is_end(token):
+            if ended and index == last and (self._ends is None or token in self._ends):
                 break
             detokenizer.add(token)
             if detokenizer.stopped and self._made >= self._min_tokens:
-                delta.cut(index + 1)
+                del delta.token_ids[index + 1 :]
+                if delta.logprobs is not None:
+                    del delta.logprobs[index + 1 :]
                 delta.finish_reason, delta.error = "stop", None
                 return True
         if reason is not None:
@@ -113,20 +122,13 @@ class _Text:
                 delta.finish_reason = "stop"  # what was held back completed a stop text
         return False
 
-    def _is_end(self, token: int) -> bool:
-        return self._ends is None or token in self._ends
-
 
 class DeltaStream:
-    """What one request gains: an async iterator, and a context manager that cancels at its end.
-
-        async with client.submit(prompt, params).detokenize(tokenizer) as stream:
-            async for delta in stream:
-                ...
+    """What one request gains, read item by item, or cancelled by who does not read it to its end.
 
     All that arrived since the last read is one item, so that a slow reader delays nothing; the
-    request's `max_tokens` bounds it. The last item has a finish reason. Read it from one task at a
-    time.
+    request's `max_tokens` bounds it. The last item has a finish reason. One task reads it, which
+    waits for `news`; one that reads several streams has given them the same.
 
     Args:
         name: The request's.
@@ -134,73 +136,53 @@ class DeltaStream:
 
     Attributes:
         name: The request's.
+        gained: What arrived since the last read; `tell` says that it grew.
+        news: The stream is put in here when something arrived.
+        text: Makes text of the tokens, if anything does. An item then has text, log probabilities
+            or a finish reason: tokens whose text is held back are part of the next. The request is
+            cancelled in the engine where a stop text ends it.
+        over: Whether no item follows.
     """
 
     def __init__(self, name: str, on_cancel: Callable[[str, FinishReason], None]) -> None:
         self.name = name
+        self.gained = Delta()
+        self.news: asyncio.Queue[DeltaStream] = asyncio.Queue()
+        self.over = False
         self._on_cancel = on_cancel
-        self._text: _Text | None = None
-        self._gained = Delta()
+        self.text: AnswerText | None = None
+        self._held: Delta | None = None  # was read, and has no text yet
         self._refusal: PTQError | None = None
-        self._over = False  # no item follows
-        self._reader: asyncio.Future[None] | None = None
+        self._is_news = False  # it is in `news`
 
-    def detokenize(
-        self,
-        tokenizer: Any,
-        stop: Sequence[str] = (),
-        min_tokens: int = 0,
-        ends: Container[int] | None = None,
-    ) -> DeltaStream:
-        """Give the text of the tokens, too, the same as `Engine.generate`; before the first read.
-
-        An item then has text, log probabilities or a finish reason: tokens whose text is held back
-        are part of the next. The request is cancelled in the engine where a stop text ends it.
-
-        Args:
-            tokenizer: A transformers tokenizer.
-            stop: Texts that end the output; they are not part of it.
-            min_tokens: The request's: a stop text ends it no sooner, but no text follows it.
-            ends: Tokens that end the output and are no text. Needed only with a constraint, whose
-                text may be complete without any; otherwise the last token of `stop` is one.
-        """
-        self._text = _Text(tokenizer, stop, min_tokens, ends)
-        return self
-
-    def __aiter__(self) -> DeltaStream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        """Wait for the next item.
+    def read(self) -> Delta | None:
+        """The next item, or None where there is none yet, or none at all.
 
         Raises:
             RequestError: the engine does not take the request.
-            StopAsyncIteration: the stream was cancelled, or its last item is read.
         """
-        held: Delta | None = None
-        while not self._over:
-            if self._refusal is not None:
-                self._over = True
-                raise self._refusal
-            if self._gained.token_ids or self._gained.finish_reason is not None:
-                delta = self._take()
-                if self._text is not None and self._text.read(delta):
-                    self.cancel("stop")
-                if held is not None:
-                    held.add(delta)
-                    delta = held
-                if self._text is None or delta.finish_reason is not None:
-                    return delta
-                if delta.text or delta.logprobs or delta.prompt_logprobs:
-                    return delta
-                held = delta
-                continue
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        raise StopAsyncIteration
+        self._is_news = False
+        if self.over:
+            return None
+        if self._refusal is not None:
+            self.over = True
+            raise self._refusal
+        delta = self.gained
+        if not delta.token_ids and delta.finish_reason is None:
+            return None
+        self.gained = Delta(logprobs=None if delta.logprobs is None else [])
+        self.over = delta.finish_reason is not None
+        if self.text is None:
+            return delta
+        if self.text.read(delta):
+            self.cancel("stop")
+        if self._held is not None:
+            self._held.add(delta)
+            delta, self._held = self._held, None
+        if delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs:
+            return delta
+        self._held = delta
+        return None
 
     def cancel(self, reason: FinishReason = "abort") -> None:
         """End the request, if it has not ended; no item follows. May be called again.
@@ -208,59 +190,24 @@ class DeltaStream:
         Args:
             reason: The reason to count: `stop` where a stop text was found.
         """
-        ended = self._over or self._gained.finish_reason is not None or self._refusal is not None
-        self._over = True
-        self._wake()
+        ended = self.over or self.gained.finish_reason is not None or self._refusal is not None
+        self.over = True
+        self.tell()
         if not ended:
             self._on_cancel(self.name, reason)
 
-    async def __aenter__(self) -> DeltaStream:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.cancel()
-
-    def add_token(self, token: int) -> None:
-        """Take a token."""
-        self._gained.token_ids.append(token)
-        if self._reader is not None:
-            self._wake()
-
-    def add_logprobs(self, logprobs: Logprobs) -> None:
-        """Take the log probabilities of a token; before or after it, in the same message."""
-        self._gained.add_logprobs([logprobs])
-
-    def add_prompt_logprobs(self, logprobs: list[Logprobs | None]) -> None:
-        """Take the log probabilities of the prompt; before its first token is read."""
-        self._gained.prompt_logprobs = logprobs
-
-    def add_drafts(self, drafts: int, accepted: int) -> None:
-        """Take how many drafts a step had and accepted; in the message of its tokens."""
-        self._gained.drafts += drafts
-        self._gained.accepted += accepted
-
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """End the request: the next item is the last."""
-        self._gained.finish_reason, self._gained.error = reason, error
-        self._wake()
+        self.gained.finish_reason, self.gained.error = reason, error
+        self.tell()
 
-    def refuse(self, message: str, param: str | None = None) -> None:
+    def refuse(self, error: RequestError) -> None:
         """End the request: the engine does not take it."""
-        self._refusal = RequestError(message, param)
-        self._wake()
+        self._refusal = error
+        self.tell()
 
-    def _take(self) -> Delta:
-        """All that arrived."""
-        delta = self._gained
-        self._over = delta.finish_reason is not None
-        self._gained = Delta(logprobs=None if delta.logprobs is None else [])
-        return delta
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    def tell(self) -> None:
+        """Wake the reader."""
+        if not self._is_news:
+            self._is_news = True
+            self.news.put_nowait(self)

@@ -189,10 +189,7 @@ def _of_shards(config: ConfigFile, shards: Shards) -> Iterator[str]:
         option = f"--tensor-parallel-size {ranks}"
         yield f"it has {heads} attention heads, which {option} does not divide"
     head_size = model.get("head_dim") or model.get("hidden_size", 0) // heads
-    inputs = {
-        "o_proj": heads * head_size,
-        "down_proj": model.get("intermediate_size"),
-    }
+    inputs = {"o_proj": heads * head_size, "down_proj": model.get("intermediate_size")}
     for size in {_group_size(_weights(group)) for group in _groups(config)} - {None}:
         for name, width in inputs.items():
             if isinstance(width, int) and (width % ranks or width // ranks % (size or 1)):

@@ -1,1 +1,1 @@
-"""Data parallelism: several engines behind one server, where they run, and who takes a request."""
+"""Data parallelism: several engines of one server, and which takes a request."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from inference.beam_search import BeamParams, Hypothesis
 from inference.requests.request import SamplingParams
-from inference.server.data_parallel.router import Load, Route, Router
+from inference.server.data_parallel.router import Load, Router
 from inference.server.engine_client import EngineClient, State, Unavailable
 from inference.server.messages import EngineInfo
 from inference.server.stream import DeltaStream
@@ -103,9 +103,7 @@ class EngineFleet:
     @property
     def routed(self) -> Sequence[Mapping[str, int]]:
         """For each engine, requests that were sent there for the `prefix` and for its `load`."""
-        if self._routes is None:
-            return [{} for _ in self.engines]
-        return [each.requests for each in self._routes.routed]
+        return [{} for _ in self.engines] if self._routes is None else self._routes.routed
 
     async def ready(self) -> EngineInfo:
         """Wait until all are warm.
@@ -132,7 +130,8 @@ class EngineFleet:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 waits = {wait for wait in waits if not wait.done()}
                 if self.state != "dead":
-                    self._log(self.losses[logged:] or self.losses)
+                    for loss in self.losses[logged:] or self.losses:
+                        LOG.error("%s; the other %d go on without it", loss, len(self._living))
         finally:
             for wait in waits:
                 wait.cancel()
@@ -146,13 +145,13 @@ class EngineFleet:
                 that of each engine is.
         """
         reuse = params.prompt_logprobs is None
-        engine, route = self._route(prompt, params.adapter, reuse=reuse)
-        return engine.submit(prompt, params, route.new_tokens)
+        engine, new_tokens = self._route(prompt, params.adapter, reuse=reuse)
+        return engine.submit(prompt, params, new_tokens)
 
     async def beam(self, prompt: Sequence[int], params: BeamParams) -> list[Hypothesis]:
         """Search for the likeliest continuations; as `EngineClient.beam`."""
-        engine, route = self._route(prompt, params.adapter)
-        return await engine.beam(prompt, params, route.new_tokens)
+        engine, new_tokens = self._route(prompt, params.adapter)
+        return await engine.beam(prompt, params, new_tokens)
 
     async def set_adapter(self, adapter: str, path: str | None) -> None:
         """Load or unload an adapter at all engines; where one refuses, it is undone at the others.
@@ -181,8 +180,8 @@ class EngineFleet:
 
     def _route(
         self, prompt: Sequence[int], adapter: str | None, *, reuse: bool = True
-    ) -> tuple[EngineClient, Route]:
-        """The engine for a prompt; raise where none may take it."""
+    ) -> tuple[EngineClient, int]:
+        """As `Router.choose`; raise where none may take the prompt."""
         info = self.info
         if self.state == "dead":
             raise self._all_dead()
@@ -190,23 +189,16 @@ class EngineFleet:
             blocks = [each.info.kv_blocks if self._prefix_cache else 0 for each in self.engines]
             self._routes = Router(blocks, info.block_size)
         self._living[0].check(prompt)  # before it is remembered as sent
-        loads = [_load(engine, len(prompt)) for engine in self.engines]
-        route = self._routes.choose(prompt, loads, reuse=reuse, adapter=adapter)
-        return self.engines[route.engine], route
-
-    def _log(self, losses: Sequence[str]) -> None:
-        left = sum(engine.state != "dead" for engine in self.engines)
-        for loss in losses:
-            LOG.error("%s; the other %d go on without it", loss, left)
+        loads = [None if e.state == "dead" else _load(e, len(prompt)) for e in self.engines]
+        engine, new_tokens = self._routes.choose(prompt, loads, reuse=reuse, adapter=adapter)
+        return self.engines[engine], new_tokens
 
 
-def _load(engine: EngineClient, prompt: int) -> Load | None:
-    """What an engine has to do; None where it is dead."""
-    if engine.state == "dead":
-        return None
+def _load(engine: EngineClient, prompt: int) -> Load:
+    """What an engine has to do, and whether a prompt of so many tokens may wait there."""
     places = engine.info.max_batch_size
-    full = engine.full(prompt) is not None
-    return Load(engine.queued_tokens, engine.in_flight, places, full)
+    full = engine.requests.full(prompt, places) is not None
+    return Load(engine.requests.new_tokens, engine.in_flight, places, full)
 
 
 def _together(devices: Sequence[str]) -> str:
@@ -214,3 +206,6 @@ def _together(devices: Sequence[str]) -> str:
     if len(set(devices)) == len(devices):
         return ", ".join(devices)
     return f"{len(devices)} x {devices[0]}"
+
+
+ServedEngine = EngineClient | EngineFleet  # what the application asks

@@ -20,7 +20,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 def block_hashes(tokens: Sequence[int], block: int, adapter: str | None = None) -> list[int]:
@@ -89,33 +89,6 @@ class Load:
     full: bool = False
 
 
-@dataclass(frozen=True)
-class Route:
-    """Where a request goes.
-
-    Attributes:
-        engine: Its number.
-        new_tokens: Tokens of the prompt that it should have to compute.
-    """
-
-    engine: int
-    new_tokens: int
-
-
-@dataclass
-class Routed:
-    """What was sent to an engine.
-
-    Attributes:
-        requests: Their number, by what decided: `prefix` (it should hold the beginning of the
-            prompt) or `load`.
-        prefix_tokens: Tokens of their prompts that it should have held.
-    """
-
-    requests: Counter[str] = field(default_factory=Counter)
-    prefix_tokens: int = 0
-
-
 class Router:
     """Chooses engines, and remembers what it sent where.
 
@@ -124,13 +97,14 @@ class Router:
         block: Tokens of a block.
 
     Attributes:
-        routed: What was sent, by engine.
+        routed: How many requests were sent to each engine, by what decided: `prefix` (it should
+            hold the beginning of the prompt) or `load`.
     """
 
     def __init__(self, blocks: Sequence[int], block: int) -> None:
         self._known = [KnownPrefixes(most) for most in blocks]
         self._block = block
-        self.routed = [Routed() for _ in blocks]
+        self.routed = [Counter[str]() for _ in blocks]
 
     def choose(
         self,
@@ -139,11 +113,11 @@ class Router:
         *,
         reuse: bool = True,
         adapter: str | None = None,
-    ) -> Route:
-        """The engine for a prompt, which is remembered as sent there.
+    ) -> tuple[int, int]:
+        """The engine for a prompt, and how many of its tokens that should have to compute.
 
-        Engines with a free place come first, then those whose queue has room; where costs are
-        equal, the one that knows the least.
+        The prompt is remembered as sent there. Engines with a free place come first, then those
+        whose queue has room; where costs are equal, the one that knows the least.
 
         Args:
             prompt: Token ids.
@@ -152,22 +126,15 @@ class Router:
             adapter: What it runs with.
         """
         hashes = block_hashes(prompt, self._block, adapter)
-        best: tuple[tuple[bool, bool, int, int, int], Route] | None = None
+        ranks: list[tuple[bool, bool, int, int, int, int]] = []
         for engine, load in enumerate(loads):
             if load is None:
                 continue
             known = self._known[engine].match(hashes) * self._block if reuse else 0
-            new = len(prompt) - known
-            cost = new + load.queued + self._block * load.in_flight
-            rank = load.full, load.in_flight >= load.places, cost, len(self._known[engine]), engine
-            if best is None or rank < best[0]:
-                best = rank, Route(engine, new)
-        assert best is not None, "no engine takes requests"
-        self._remember(best[1], len(prompt), hashes)
-        return best[1]
-
-    def _remember(self, route: Route, prompt: int, hashes: Sequence[int]) -> None:
-        self._known[route.engine].add(hashes)
-        routed, known = self.routed[route.engine], prompt - route.new_tokens
-        routed.requests["prefix" if known else "load"] += 1
-        routed.prefix_tokens += known
+            cost = len(prompt) - known + load.queued + self._block * load.in_flight
+            busy, size = load.in_flight >= load.places, len(self._known[engine])
+            ranks.append((load.full, busy, cost, size, engine, known))
+        *_, engine, known = min(ranks)
+        self._known[engine].add(hashes)
+        self.routed[engine]["prefix" if known else "load"] += 1
+        return engine, len(prompt) - known

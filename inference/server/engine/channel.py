@@ -75,8 +75,8 @@ class Channel:
             HttpGone: none will come.
         """
         while True:
-            behind = self._flush()
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wait and behind else 0)
+            unsent = self._flush()
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wait and unsent else 0)
             self._selector.modify(self._socket, events)
             ready = self._selector.select(seconds if wait else 0)
             readable = any(found & selectors.EVENT_READ for _, found in ready)
@@ -85,7 +85,7 @@ class Channel:
                 return messages
 
     def send(self, message: FromEngine) -> None:
-        """Send a message as soon as the other side takes it; at once, where it is not behind.
+        """Send a message as soon as the other side takes it; at once, where nothing waits.
 
         Raises:
             HttpGone: nobody will take it.

@@ -9,10 +9,10 @@ import os
 from typing import NoReturn
 
 from formats.errors import EngineEndedError, EngineError, PTQError, RequestError
-from inference.beam_search import BeamSearch
+from inference.beam_search import BeamParams, BeamSearch
 from inference.engine import Engine
 from inference.requests.request import StepResult
-from inference.scheduling.active import NOT_FINITE
+from inference.scheduling.acceptance import NOT_FINITE
 from inference.server.engine.channel import Channel
 from inference.server.messages import (
     Abort,
@@ -21,11 +21,9 @@ from inference.server.messages import (
     EngineInfo,
     EngineStats,
     Failed,
-    Ready,
     Refused,
     SetAdapter,
     Step,
-    SubmitBeam,
     ToEngine,
 )
 from inference.speculate.counts import DraftCounts
@@ -58,7 +56,7 @@ class EngineLoop:
             HttpGone: nobody asks any more.
             EngineError: the engine is broken for good.
         """
-        self._channel.send(Ready(describe(self._engine)))
+        self._channel.send(describe(self._engine))
         while True:
             idle = not self._engine.has_unfinished
             messages = self._channel.receive(wait=idle, seconds=LOOK)
@@ -78,12 +76,12 @@ class EngineLoop:
         if isinstance(message, SetAdapter):
             self._set_adapter(message)
             return
-        name, prompt = message.name, message.prompt
+        name, prompt, params = message.name, message.prompt, message.params
         try:
-            if isinstance(message, SubmitBeam):
-                self._beams[name] = BeamSearch(self._engine, prompt, message.params, name)
+            if isinstance(params, BeamParams):
+                self._beams[name] = BeamSearch(self._engine, prompt, params, name)
             else:
-                self._engine.add_request(prompt, message.params, name)
+                self._engine.add_request(prompt, params, name)
                 self._names.add(name)
         except RequestError as error:
             self._channel.send(Refused(name, str(error), error.param))

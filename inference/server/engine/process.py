@@ -1,4 +1,4 @@
-"""The process that owns the engine: the HTTP process's child.
+"""The process that owns the engine: the HTTP process's child, and where it runs.
 
 It imports nothing of HTTP, leaves the terminal's signals to its parent, and ends with it.
 """
@@ -13,12 +13,12 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from formats.errors import PTQError
+from formats.errors import PTQError, RequestError
 from formats.namespace import later
 from formats.parent import end_with
 from inference.config import EngineConfig
@@ -26,18 +26,29 @@ from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.engine_client import EngineClient
 from inference.server.messages import Dead, ToEngine
 
-if TYPE_CHECKING:
+with later():
     import torch
 
     from inference import engine as engines
     from inference.server.engine import loop as loops
-else:
-    torch = later("torch")
-    engines = later("inference.engine")
-    loops = later("inference.server.engine.loop")
 
 BUFFER = 2**20  # bytes that the socket holds for a reader, where the system allows so many
 LAST_WORDS = 2.0  # seconds in which the parent has to take why the engine died
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an engine runs.
+
+    Attributes:
+        device: `cpu` or `cuda:N`; `cuda` where there is one engine, which takes the first.
+        cores: Numbers of the cores that it may use; None for all.
+        gpus: The GPUs that it sees, as CUDA_VISIBLE_DEVICES has them; None for all.
+    """
+
+    device: str
+    cores: tuple[int, ...] | None = None
+    gpus: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,21 +58,17 @@ class EngineSource:
     Attributes:
         folder: Of its checkpoint.
         config: Its sizes.
-        device: Where it runs: cpu, cuda or cuda:N.
-        cores: Numbers of the CPU's cores that it may use; None for all.
-        gpus: The GPUs that it sees, as CUDA_VISIBLE_DEVICES has them; None for all.
+        place: Where it runs.
         adapters: Folders of adapters that it loads, too, by name.
     """
 
     folder: Path
     config: EngineConfig
-    device: str = "cpu"
-    cores: tuple[int, ...] | None = None
-    gpus: tuple[str, ...] | None = None
+    place: Place = Place("cpu")
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
-class EngineProcess:
+class EngineProcess(asyncio.Protocol):
     """An engine in a child of this process; the two know each other by a socket without a name.
 
     Args:
@@ -76,8 +83,9 @@ class EngineProcess:
         self._process = context.Process(target=_main, args=(theirs, source, os.getpid()))
         self._process.start()
         theirs.close()
-        self._transport: asyncio.WriteTransport | None = None
-        self._reader: _Reader | None = None
+        self._unframer, self._expects_the_end = Unframer(), False
+        self._transport: asyncio.WriteTransport  # from `connect` on, as the client
+        self._client: EngineClient
 
     @property
     def pid(self) -> int:
@@ -90,13 +98,21 @@ class EngineProcess:
         loop = asyncio.get_running_loop()
         pipes = self._end.family == getattr(socket, "AF_UNIX", None)
         connect = loop.create_unix_connection if pipes else loop.create_connection
-        self._transport, self._reader = await connect(
-            lambda: _Reader(client, self._why), sock=self._end
-        )
+        self._client = client
+        self._transport, _ = await connect(lambda: self, sock=self._end)
+
+    def data_received(self, data: bytes) -> None:
+        """Give the client what the engine says."""
+        for message in self._unframer.feed(data):
+            self._client.take(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give it word of the engine's end."""
+        if not (self._expects_the_end or self._client.state == "dead"):
+            self._client.lose(self._why())
 
     def send(self, message: ToEngine) -> None:
         """Send a message without waiting; nothing happens where the engine is gone."""
-        assert self._transport is not None, "connect comes first"
         if not self._transport.is_closing():
             self._transport.write(frame(message))
 
@@ -106,9 +122,7 @@ class EngineProcess:
 
     def disconnect(self) -> None:
         """Send what is on its way and close the socket, which ends the child."""
-        assert self._transport is not None, "connect comes first"
-        assert self._reader is not None
-        self._reader.expects_the_end = True
+        self._expects_the_end = True
         self._transport.close()
 
     def close(self) -> None:
@@ -123,7 +137,7 @@ class EngineProcess:
         self._process.join()
 
     def _why(self) -> Dead:
-        """Why it is gone, where it has not told itself."""
+        """Why it is gone, where it has not said so itself."""
         self._process.join(LAST_WORDS)
         code = self._process.exitcode
         ending = "closed its socket" if code is None else f"died with exit code {code}"
@@ -131,26 +145,10 @@ class EngineProcess:
         return Dead(f"the engine process {ending}{memory}")
 
 
-class _Reader(asyncio.Protocol):
-    """Gives a client what comes from the engine."""
-
-    def __init__(self, client: EngineClient, why: Callable[[], Dead]) -> None:
-        self._client, self._why, self._unframer = client, why, Unframer()
-        self.expects_the_end = False
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._unframer.feed(data):
-            self._client.take(message)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not (self.expects_the_end or self._client.state == "dead"):
-            self._client.lose(self._why())
-
-
 def _main(end: socket.socket, source: EngineSource, parent: int) -> None:
     """Load the engine and answer messages until the parent has had enough, or is gone."""
-    for told_to_the_group in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(told_to_the_group, signal.SIG_IGN)  # the parent ends us when it has drained
+    for of_the_group in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(of_the_group, signal.SIG_IGN)  # the parent ends us when it has drained
     end_with(parent)
     channel = Channel(end)
     code, last = 0, None
@@ -169,12 +167,13 @@ def _main(end: socket.socket, source: EngineSource, parent: int) -> None:
 
 
 def _serve(channel: Channel, source: EngineSource) -> None:
-    if source.cores is not None:
-        _stay_on(source.cores)
-    if source.gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(source.gpus)  # before CUDA starts
+    place = source.place
+    if place.cores is not None:
+        _stay_on(place.cores)
+    if place.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)  # before CUDA starts
     engine = engines.Engine.from_pretrained(
-        source.folder, config=source.config, device=source.device, adapters=source.adapters
+        source.folder, config=source.config, device=place.device, adapters=source.adapters
     )
     engine.warm_up()
     gc.collect()
@@ -187,3 +186,51 @@ def _stay_on(cores: tuple[int, ...]) -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
+
+
+def usable_cores() -> list[int]:
+    """Numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def places(
+    device: str, engines: int, cores: Sequence[int], ranks: int = 1, visible: str | None = None
+) -> list[Place]:
+    """A place for each engine.
+
+    Args:
+        device: `cpu`, whose cores are divided; `cuda` or `cuda:K`: GPUs from the first or from
+            number K on, one for each rank of an engine.
+        engines: How many.
+        cores: Numbers of the CPU's cores; neighbours stay together, since they share caches.
+        ranks: Processes of an engine, each on a GPU of its own.
+        visible: What CUDA_VISIBLE_DEVICES says, if anything.
+
+    Raises:
+        RequestError: there are fewer cores than engines, or fewer GPUs than their ranks.
+    """
+    kind, _, number = device.partition(":")
+    if engines == 1:
+        return [Place(device)]
+    if kind != "cpu" and ranks == 1:
+        return [Place(f"{kind}:{int(number or 0) + i}") for i in range(engines)]
+    if kind != "cpu":  # each sees the GPUs of its own ranks alone
+        first = int(number or 0)
+        last = first + engines * ranks
+        names = visible.split(",") if visible else list(map(str, range(last)))
+        if len(names) < last:
+            raise RequestError(
+                f"--data-parallel {engines} --tensor-parallel {ranks}: that takes {engines * ranks}"
+                f" GPUs from number {first} on, and CUDA_VISIBLE_DEVICES names {len(names)}"
+            )
+        starts = range(first, last, ranks)
+        return [Place(kind, gpus=tuple(names[start : start + ranks])) for start in starts]
+    if engines > len(cores):
+        raise RequestError(
+            f"--data-parallel {engines}: on a CPU each engine needs a core, and this process may "
+            f"use {len(cores)}; lower it"
+        )
+    ends = [len(cores) * i // engines for i in range(engines + 1)]
+    return [Place(device, tuple(cores[start:end])) for start, end in pairwise(ends)]

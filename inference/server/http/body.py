@@ -12,18 +12,12 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from formats.errors import suggestion
-from inference.server.http.errors import ApiError, ClientGoneError
+from inference.server.http.responses import ApiError, ClientGoneError
 from inference.server.settings import Limits
 
 Body = TypeVar("Body", bound=BaseModel)
-
-
 AT_ONCE = 2**16  # bytes that are parsed on the event loop; more go to a thread
-
-
 DEEPEST = 200  # objects and lists in one another, of which `from_json` reads no more
-
-
 SHOWN = 80  # characters of a wrong value that an error repeats
 
 

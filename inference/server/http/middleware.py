@@ -7,13 +7,11 @@ import re
 import secrets
 import time
 import uuid
-from typing import Any
 
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference.server.http.errors import ApiError, ClientGoneError
-from inference.server.http.responses import DEFECT, LOG, Refusal
+from inference.server.http.responses import DEFECT, LOG, ApiError, ClientGoneError, Refusal
 from inference.server.metrics import Metrics
 
 OPEN_PATHS = ("/", "/health")  # need no key: the page holds nothing, and says how to give one
@@ -44,8 +42,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         name = _request_id(scope)
-        state: dict[str, Any] = scope.setdefault("state", {})
-        state["request_id"], state["log"] = name, {}
+        scope.setdefault("state", {})["log"] = {}
         if self._log_texts:
             receive, send = _log_bodies(name, receive, send)
         line = _Line(name, send)
@@ -57,26 +54,23 @@ class RequestLog:
             LOG.exception("%s %s %s: a defect", name, scope["method"], scope["path"])
             if line.status:
                 raise
-            defect = ApiError(500, DEFECT)
-            await Refusal(defect)(scope, receive, line.send)
+            await Refusal(ApiError(500, DEFECT))(scope, receive, line.send)
         finally:
-            self._metrics.answered(scope["method"], _route(scope), line.status, line.seconds)
+            end = time.perf_counter()
+            # the route's template: clients must not be able to make up names of what is counted
+            route = getattr(scope.get("route"), "path", "none")
+            self._metrics.answered(scope["method"], route, line.status, end - line.begin)
             if self._log:
-                line.write(scope)
+                line.write(scope, end)
 
 
 class _Line:
     """What the log tells of a request."""
 
     def __init__(self, name: str, send: Send) -> None:
-        self._name, self._send, self._begin = name, send, time.perf_counter()
+        self._name, self._send, self.begin = name, send, time.perf_counter()
         self.status = 0
         self._first = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Since it came."""
-        return time.perf_counter() - self._begin
 
     async def send(self, message: Message) -> None:
         """Pass on a part of the answer; its head bears the request's name."""
@@ -86,36 +80,27 @@ class _Line:
             message["headers"] = [*message.get("headers", ()), header]
         await self._send(message)
 
-    def write(self, scope: Scope) -> None:
+    def write(self, scope: Scope, end: float) -> None:
         """Log it; what a client chose, such as the path, cannot make a line of its own."""
-        end = time.perf_counter()
-        first = (self._first or end) - self._begin
+        asked = f"{self._name} {scope['method']} {repr(scope['path'])[1:-1]} {self.status}"
+        first, whole = (self._first or end) - self.begin, end - self.begin
         details = "".join(f" {key}={value}" for key, value in scope["state"]["log"].items())
-        path = repr(scope["path"])[1:-1]
-        line = "%s %s %s %d first=%.4fs all=%.4fs%s"
-        LOG.info(
-            line, self._name, scope["method"], path, self.status, first, end - self._begin, details
-        )
+        LOG.info("%s first=%.4fs all=%.4fs%s", asked, first, whole, details)
 
 
 def _log_bodies(name: str, receive: Receive, send: Send) -> tuple[Receive, Send]:
-    async def logged_receive() -> Message:
-        message = await receive()
+    def logged(message: Message, what: str) -> Message:
         if message.get("body"):
-            LOG.info("%s asks %r", name, message["body"])
+            LOG.info("%s %s %r", name, what, message["body"])
         return message
 
+    async def logged_receive() -> Message:
+        return logged(await receive(), "asks")
+
     async def logged_send(message: Message) -> None:
-        if message.get("body"):
-            LOG.info("%s is answered %r", name, message["body"])
-        await send(message)
+        await send(logged(message, "is answered"))
 
     return logged_receive, logged_send
-
-
-def _route(scope: Scope) -> str:
-    """The route's template; clients must not be able to make up names of what is counted."""
-    return getattr(scope.get("route"), "path", "none")
 
 
 def _request_id(scope: Scope) -> str:

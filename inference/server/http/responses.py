@@ -1,6 +1,7 @@
-"""Answers, and noticing that the one who asked has gone.
+"""Answers and errors, and noticing that the one who asked has gone.
 
-A stream is sent by hand: one `send` for all produced since the last, no task or queue between.
+Errors are as OpenAI's clients read them: {"error": {"message", "type", "param", "code"}}. A stream
+is sent by hand: one `send` for all produced since the last, no task or queue between.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
+from json.encoder import encode_basestring
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from formats.errors import PTQError
-from inference.server.http.errors import ApiError, ClientGoneError, api_error
+from formats.errors import PTQError, RequestError
+from inference.server.engine_client import Overloaded, Unavailable
 
 Value = TypeVar("Value")
 LOG = logging.getLogger("ptq.serve")
 DEFECT = "the server met a defect of its own; its log tells more"
 QUIET_SECONDS = 15.0  # proxies take a connection for dead after 60, often
 LINGER_SECONDS, LINGER_BYTES = 2.0, 2**26  # of a refused body that are still read away
+TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 LINE_ENDS = str.maketrans({c: f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"})
 
 
@@ -36,6 +39,71 @@ def dumps(content: Any) -> str:
 def in_one_line(text: str) -> str:
     """JSON without what a client may take for a line's end: Unicode has more than JSON escapes."""
     return text if text.isascii() else text.translate(LINE_ENDS)
+
+
+def quote(text: str) -> str:
+    """A text as JSON."""
+    return in_one_line(encode_basestring(text))
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: Of HTTP.
+        message: What was found, what is allowed, how to fix it.
+        param: The field of the body that is at fault, if one is.
+        code: A word for programs.
+        headers: Beside the usual ones.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The error object."""
+        kind = TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+    @property
+    def frame(self) -> bytes:
+        """The error as an event of a stream that has begun."""
+        return b"data: " + json.dumps(self.content).encode() + b"\n\n"
+
+
+class ClientGoneError(Exception):
+    """The client has gone away: there is no one to answer."""
+
+
+def api_error(error: ApiError | PTQError) -> ApiError:
+    """The answer for an error of ours; what is no fault of the request tells no internals."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Overloaded):
+        seconds = error.retry_after
+        headers = {
+            "Retry-After": str(max(1, round(seconds))),
+            "Retry-After-Ms": str(max(1, round(seconds * 1000))),
+        }
+        return ApiError(429, str(error), code="queue_full", headers=headers)
+    if isinstance(error, Unavailable):
+        return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), error.param, "invalid_value")
+    return ApiError(500, str(error), code="engine_error")
 
 
 class Json(Response):
@@ -112,7 +180,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Value]) -> Val
 
 
 class EventStream(Response):
-    """Frames of server-sent events, sent as they come; ends with `data: [DONE]`.
+    """Frames of server-sent events, sent as they come.
 
     Args:
         frames: Bytes of one event or of several. What it raises before the answer has begun is an
@@ -121,16 +189,11 @@ class EventStream(Response):
         write_seconds: How long one frame may wait for the client.
         done: What is sent at the end.
         quiet: What is sent after no output for `QUIET_SECONDS`, so that nobody between here and
-            the client takes the connection for dead; a comment, which clients pass over.
+            the client takes the connection for dead.
     """
 
     def __init__(
-        self,
-        frames: AsyncGenerator[bytes, None],
-        write_seconds: float,
-        *,
-        done: bytes = b"data: [DONE]\n\n",
-        quiet: bytes = b": waiting\n\n",
+        self, frames: AsyncGenerator[bytes, None], write_seconds: float, done: bytes, quiet: bytes
     ) -> None:
         self.status_code, self.background = 200, None
         self.media_type, self.body = "text/event-stream", b""
@@ -164,15 +227,13 @@ class EventStream(Response):
         except Exception as error:  # the boundary of a request: its stream ends with an event
             if not writer.begun:
                 raise
-            await writer.write(_told(error).frame)
+            await writer.write(_as_api_error(error).frame)
         await writer.write(self._done, more=False)
 
 
-def _told(error: Exception) -> ApiError:
-    """What a client is told of an error; a defect of ours is logged, and told without internals."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, PTQError):
+def _as_api_error(error: Exception) -> ApiError:
+    """What a client reads of an error; a defect of ours is logged, and shown without internals."""
+    if isinstance(error, ApiError | PTQError):
         return api_error(error)
     LOG.error("a defect ended a stream", exc_info=error)
     return ApiError(500, DEFECT)
@@ -182,12 +243,6 @@ class _Writer:
     """Sends; cancels the task whose client reads nothing, and fills long silences.
 
     A timer looks now and then, which costs a frame nothing.
-
-    Args:
-        send: Sends a part of the answer; may wait for the client.
-        headers: Of the answer.
-        seconds: How long a part may wait.
-        quiet: What is sent when there was nothing for long; nothing if it is empty.
 
     Attributes:
         task: Whoever made it.
@@ -205,11 +260,8 @@ class _Writer:
         self._loop, self._over = asyncio.get_running_loop(), False
         self._last, self._waits = self._loop.time(), False  # of the last write; it is not through
         self._filling: asyncio.Task[None] | None = None
+        self._period = min(seconds, QUIET_SECONDS) / 4
         self._timer = self._loop.call_later(self._period, self._look)
-
-    @property
-    def _period(self) -> float:
-        return min(self._seconds, QUIET_SECONDS) / 4
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Send some of it, with the head if it is the first."""

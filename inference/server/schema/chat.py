@@ -1,4 +1,4 @@
-"""The body of `/v1/chat/completions`: messages, and the tools that an answer may call."""
+"""Messages of a chat, and the tools that an answer may call."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from inference.server.schema.common import (
-    LIMITS,
+from inference.server.schema.generation import (
     Body,
     Int,
     JsonObject,
@@ -18,9 +17,7 @@ from inference.server.schema.common import (
     parts_of,
     refused,
     refused_if_true,
-    refused_unless_empty,
 )
-from inference.server.schema.generation import GenerationBody
 
 MOST_TOOLS = 128
 MOST_DEPTH = 32  # of a schema's objects and lists in one another
@@ -221,47 +218,11 @@ class TemplateBody(Body):
     chat_template_kwargs: JsonObject | None = None
 
 
-class ChatBody(GenerationBody, TemplateBody, ToolFields):
-    """The body of `/v1/chat/completions`: as OpenAI's, and more.
-
-    Attributes:
-        messages: What was said.
-        max_completion_tokens: Most tokens of an answer; default what the context leaves.
-        max_tokens: Its older name.
-        logprobs: Tell the log probability of each token.
-        top_logprobs: And those of the so many likeliest ones.
-    """
-
-    messages: list[AnyMessage] = Field(min_length=1, max_length=4096)
-    max_completion_tokens: Int | None = Field(default=None, ge=1, lt=2**31)
-    max_tokens: Int | None = Field(default=None, ge=1, lt=2**31)
-    logprobs: bool | None = None
-    top_logprobs: Int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
-    modalities: list[Literal["text"]] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Annotated[bool | None, refused_if_true("no answer is stored")] = None
-    verbosity: Literal["medium"] | None = None
-    safety_identifier: str | None = Field(default=None, max_length=512)
-    prompt_cache_key: str | None = Field(default=None, max_length=512)
-    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
-    audio: Annotated[None, refused("this model writes text only")] = None
-    web_search_options: Annotated[None, refused("this server does not search")] = None
-    metadata: Annotated[
-        Annotated[dict[str, str], Field(max_length=0)] | None,
-        refused_unless_empty("it belongs to stored completions, and none is stored"),
-    ] = None
-    reasoning_effort: Annotated[
-        None, refused("give what the template knows in chat_template_kwargs")
-    ] = None
-    functions: Annotated[None, refused("use tools")] = None
-    function_call: Annotated[None, refused("use tool_choice")] = None
-
-
-def text_of(content: str | list[TextPart] | None) -> str:
+def text_of(content: str | Sequence[Any] | None) -> str:
     """The text of a message: its parts, a line each."""
-    if isinstance(content, list):
-        return "\n".join(part.text for part in content)
-    return content or ""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
 
 
 def template_messages(

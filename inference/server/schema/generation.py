@@ -1,24 +1,124 @@
-"""Fields that the bodies of both completions and chats have, `response_format` among them."""
+"""What bodies are made of, and the fields that completions and chats share.
+
+Bodies are strict models, in which every field is honoured or refused by its name.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    field_validator,
+)
 
 from formats.errors import RequestError
 from inference.requests.constraint import Constraint
 from inference.requests.request import MOST_BIASES
-from inference.server.schema.common import (
-    LIMITS,
-    Body,
-    Int,
-    Int64,
-    JsonObject,
-    TokenIds,
-    kind_of_text,
-    refused_if_true,
-)
+from inference.server.settings import Limits
+
+LIMITS = Limits()
+
+
+def _whole(value: Any) -> Any:
+    """A number such as 5.0 as the integer that it is: JSON has one kind of numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _wholes(values: Any) -> Any:
+    if isinstance(values, list) and float in {*map(type, values)}:
+        return [_whole(value) for value in values]
+    return values
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Int64 = Annotated[Int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], BeforeValidator(_wholes)]
+
+
+class Body(BaseModel):
+    """A JSON object whose fields are known, of their types, and finite."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("it holds a number that is not finite") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
+
+
+class Labels(Body):
+    """What clients put on messages, their parts and tools for others; it means nothing here.
+
+    Attributes:
+        cache_control: Where Anthropic's cache ends; the prefix cache here needs no marks.
+        provider_specific_fields: LiteLLM's, of another provider.
+        extra_content: Google's, such as signatures of thoughts.
+    """
+
+    cache_control: JsonObject | None = Field(default=None, exclude=True)
+    provider_specific_fields: JsonObject | None = Field(default=None, exclude=True)
+    extra_content: JsonObject | None = Field(default=None, exclude=True)
+
+
+def _refused_where(wrong: Callable[[Any], bool], why: str) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if wrong(value):
+            raise ValueError(f"this server does not support it: {why}")
+        return value
+
+    return check
+
+
+def refused(why: str) -> BeforeValidator:
+    """Of a field that OpenAI has and this server has not, which is to be absent or null."""
+    return BeforeValidator(_refused_where(lambda value: value is not None, why))
+
+
+def refused_unless_empty(why: str) -> BeforeValidator:
+    """Refuse an object with entries; clients that always send the field send an empty one."""
+    return BeforeValidator(_refused_where(lambda v: isinstance(v, dict) and bool(v), why))
+
+
+def refused_if_true(why: str) -> AfterValidator:
+    """Of a field that may be false or absent only; a literal False would take 0 as well."""
+    return AfterValidator(_refused_where(bool, why))
+
+
+def kind_of_text(value: Any) -> str:
+    """Whether a value that may be a text or a list of them is a list."""
+    return "texts" if isinstance(value, list) else "text"
+
+
+def parts_of(*kinds: str) -> BeforeValidator:
+    """Of a part of a message, which is to be of one of these types."""
+
+    def check(part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            raise ValueError(
+                f"a part of type {kind!r} is not supported: this model reads text only"
+            )
+        return part
+
+    return BeforeValidator(check)
+
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=LIMITS.stop_characters)]
 Stops = Annotated[
@@ -183,7 +283,7 @@ class GenerationBody(Body):
 
 
 def constraint_of(response_format: ResponseFormat | None) -> Constraint | None:
-    """What the engine is told of it.
+    """What the engine has to keep an answer to.
 
     Raises:
         RequestError: a schema is too large or too deep, or none.

@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`, and what it says in the words of a chat."""
+"""The body of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -6,35 +6,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from inference.server.schema.chat import (
-    MOST_TOOLS,
-    AnyMessage,
-    AssistantMessage,
-    ChatBody,
-    Function,
-    FunctionCall,
-    FunctionName,
-    Message,
-    NamedTool,
-    Tool,
-    ToolCall,
-    ToolMessage,
-)
-from inference.server.schema.common import (
+from inference.server.schema.chat import MOST_TOOLS, Function
+from inference.server.schema.generation import (
     LIMITS,
     Body,
     Int,
+    JsonObjectFormat,
     Labels,
+    NamedSchema,
+    TextFormat,
     kind_of_text,
     parts_of,
     refused,
     refused_if_true,
-)
-from inference.server.schema.generation import (
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    NamedSchema,
-    TextFormat,
 )
 
 KEEPS_NOTHING = "this server keeps no answers; send the whole conversation as input"
@@ -241,69 +225,5 @@ class ResponsesBody(Body):
 
     @property
     def logprobs(self) -> bool:
-        """Whether log probabilities are told."""
+        """Whether log probabilities are given."""
         return "message.output_text.logprobs" in (self.include or ())
-
-    def chat(self) -> ChatBody:
-        """The same question in the words of a chat."""
-        return ChatBody(
-            model=self.model,
-            messages=self._messages(),
-            max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            logprobs=self.logprobs,
-            top_logprobs=self.top_logprobs if self.logprobs else None,
-            response_format=self._response_format(),
-            tools=[_chat_tool(tool) for tool in self.tools] if self.tools else None,
-            tool_choice=_chat_choice(self.tool_choice),
-            parallel_tool_calls=self.parallel_tool_calls,
-        )
-
-    def _response_format(self) -> TextFormat | JsonObjectFormat | JsonSchemaFormat | None:
-        asked = self.text and self.text.format
-        if not isinstance(asked, SchemaFormat):
-            return asked
-        named = NamedSchema(name=asked.name, schema=asked.json_schema)
-        return JsonSchemaFormat(type="json_schema", json_schema=named)
-
-    def _messages(self) -> list[AnyMessage]:
-        """A chat; calls that follow one another, and a text before them, are one message."""
-        made: list[AnyMessage] = []
-        if self.instructions:
-            made.append(Message(role="system", content=self.instructions))
-        if isinstance(self.input, str):
-            return [*made, Message(role="user", content=self.input)]
-        for item in self.input:
-            if isinstance(item, OutputItem):
-                text = _text(item.output)
-                made.append(ToolMessage(role="tool", content=text, tool_call_id=item.call_id))
-            elif isinstance(item, CallItem):
-                before = made[-1] if made else None
-                message = AssistantMessage(role="assistant")
-                if isinstance(before, AssistantMessage):
-                    message = before
-                    made.pop()
-                called = FunctionCall(name=item.name, arguments=item.arguments)
-                calls = [*(message.tool_calls or ()), ToolCall(id=item.call_id, function=called)]
-                made.append(message.model_copy(update={"tool_calls": calls}))
-            elif item.role == "assistant":
-                made.append(AssistantMessage(role="assistant", content=_text(item.content)))
-            else:
-                made.append(Message(role=item.role, content=_text(item.content)))
-        return made
-
-
-def _text(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def _chat_tool(tool: FunctionTool) -> Tool:
-    fields = tool.model_dump(exclude={"type"})
-    return Tool(function=Function(**fields))
-
-
-def _chat_choice(choice: Any) -> Any:
-    if isinstance(choice, NamedFunction):
-        return NamedTool(function=FunctionName(name=choice.name))
-    return choice

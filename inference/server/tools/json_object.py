@@ -1,10 +1,14 @@
-"""JSON as it comes: one object, read character by character (RFC 8259)."""
+"""JSON as it comes, read character by character (RFC 8259): one object, and one that is a call.
+
+`pydantic_core.from_json` reads half an object, too, but tells neither where an object in a text
+ends or breaks, nor how a value was written, and refuses the line breaks in texts that models write.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Literal
+from collections.abc import Callable, Collection, Generator
 
 MOST_DEPTH = 128  # of objects and lists in one another
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -13,12 +17,8 @@ HEX = frozenset("0123456789abcdefABCDEF")
 SPACE = frozenset(" \t\n\r")
 LITERALS = {"t": "rue", "f": "alse", "n": "ull"}
 CLOSERS = {"{": "}", "[": "]"}
-SPACED = frozenset({"first_key", "next_key", "colon", "value", "first_item", "after"})
 
-State = Literal[
-    "begin", "first_key", "next_key", "colon", "value", "first_item", "after", "string", "escape",
-    "hex", "number", "literal", "closed",
-]  # fmt: skip
+Reading = Generator[None, str, None]  # is sent the characters
 
 
 class JsonObject:
@@ -31,43 +31,27 @@ class JsonObject:
         members: Pieces of the JSON text of each member of the object, by key; only ever appended
             to. The last member may be incomplete.
         member: Key of the member whose value is being read, or None between members.
+        closed: Whether the object is complete.
     """
 
     def __init__(self) -> None:
         self.members: dict[str, list[str]] = {}
         self.member: str | None = None
-        self._state: State = "begin"
-        self._closers: list[str] = []  # of what is open, the innermost last
-        self._token = ""  # the number so far, or what a literal or an escape still lacks
-        self._in_key = False
-        self._key: list[str] = []
-
-    @property
-    def closed(self) -> bool:
-        """Whether the object is complete."""
-        return self._state == "closed"
+        self.closed = False
+        self._reading = self._whole()
+        next(self._reading)
 
     def feed(self, char: str) -> bool:
         """Take the next character; False where no object goes on so, which ends the reading."""
-        if self._state == "number":
-            if char in NUMBER_CHARACTERS:
-                self._keep(char)
-                self._token += char
-                return True
-            if NUMBER.fullmatch(self._token) is None:
-                return False
-            self._end_value()
         if self.closed:
             return False
-        if char in SPACE and self._state in SPACED:
-            self._keep(char)
-            return True
-        pieces = self.members[self.member] if self.member is not None else []
-        size = len(pieces)
-        right = getattr(self, f"_{self._state}")(char)
-        if not right:
-            del pieces[size:]
-        return right
+        try:
+            self._reading.send(char)
+        except StopIteration:
+            self.closed = True
+        except ValueError:
+            return False
+        return True
 
     def _keep(self, char: str) -> None:
         """Add a character to the member's text; white space before it is none of it."""
@@ -76,103 +60,151 @@ class JsonObject:
             if pieces or char not in SPACE:
                 pieces.append(char)
 
-    def _open(self, char: str) -> bool:
+    def _next(self, char: str = "") -> Generator[None, str, str]:
+        """The first that is no white space of those to come, and of `char` where it is read."""
+        while not char or char in SPACE:
+            if char:
+                self._keep(char)
+            char = yield
+        return char
+
+    def _whole(self) -> Reading:
+        _require((yield) == "{")
+        yield from self._container("}", 1)
+
+    def _container(self, closer: str, depth: int) -> Reading:
+        """An object or a list after its bracket, which is the so many-th that is open."""
+        _require(depth <= MOST_DEPTH)
+        char = yield from self._next()
+        while char != closer:
+            if closer == "}":
+                char = yield from self._key(char, depth)
+            char = yield from self._value(char, depth)
+            if depth == 1:
+                self.member = None
+            char = yield from self._next(char)
+            if char == closer:
+                break
+            _require(char == ",")
+            self._keep(char)
+            char = yield from self._next()
+            _require(char != closer)
         self._keep(char)
-        self._closers.append(CLOSERS[char])
-        self._state = "first_key" if char == "{" else "first_item"
-        return len(self._closers) <= MOST_DEPTH
 
-    def _close(self, char: str) -> bool:
+    def _key(self, char: str, depth: int) -> Generator[None, str, str]:
+        """A key and its colon; the first character of the value."""
+        _require(char == '"')
+        key: list[str] = []
         self._keep(char)
-        self._closers.pop()
-        self._end_value()
-        return True
-
-    def _end_value(self) -> None:
-        self._state = "after" if self._closers else "closed"
-        if len(self._closers) == 1:
-            self.member = None
-
-    def _begin(self, char: str) -> bool:
-        return char == "{" and self._open(char)
-
-    def _first_key(self, char: str) -> bool:
-        return self._close(char) if char == "}" else self._next_key(char)
-
-    def _next_key(self, char: str) -> bool:
+        yield from self._text(key.append if depth == 1 else self._keep)
+        char = yield from self._next()
+        _require(char == ":")
         self._keep(char)
-        self._in_key, self._key, self._state = True, [], "string"
-        return char == '"'
+        if depth == 1:
+            name: str = json.loads('"' + "".join(key))
+            _require(name not in self.members)
+            self.member, self.members[name] = name, []
+        return (yield from self._next())
 
-    def _colon(self, char: str) -> bool:
+    def _value(self, char: str, depth: int) -> Generator[None, str, str]:
+        """A value; gives the character that ended it where it is a number."""
+        if char not in CLOSERS and char != '"' and char not in LITERALS:
+            return (yield from self._number(char))
         self._keep(char)
-        self._state = "value"
-        if len(self._closers) == 1:
-            key: str = json.loads(f'"{"".join(self._key)}"')
-            if key in self.members:
-                return False
-            self.member, self.members[key] = key, []
-        return char == ":"
-
-    def _first_item(self, char: str) -> bool:
-        return self._close(char) if char == "]" else self._value(char)
-
-    def _value(self, char: str) -> bool:
         if char in CLOSERS:
-            return self._open(char)
-        self._keep(char)
-        if char == '"':
-            self._in_key, self._state = False, "string"
-        elif char in LITERALS:
-            self._token, self._state = LITERALS[char], "literal"
+            yield from self._container(CLOSERS[char], depth + 1)
+        elif char == '"':
+            yield from self._text(self._keep)
         else:
-            self._token, self._state = char, "number"
-            return char in NUMBER_CHARACTERS
+            for expected in LITERALS[char]:
+                _require((yield) == expected)
+                self._keep(expected)
+        return ""
+
+    def _text(self, keep: Callable[[str], None]) -> Reading:
+        """A text after its first quote, to its last."""
+        char = ""
+        while char != '"':
+            char = yield
+            keep(char if char >= " " else json.dumps(char)[1:-1])
+            if char == "\\":
+                escaped = yield
+                _require(escaped in '"\\/bfnrtu')
+                keep(escaped)
+                for _ in range(4 if escaped == "u" else 0):
+                    digit = yield
+                    _require(digit in HEX)
+                    keep(digit)
+
+    def _number(self, number: str) -> Generator[None, str, str]:
+        """A number after its first character; the character that ended it."""
+        _require(number in NUMBER_CHARACTERS)
+        self._keep(number)
+        while (char := (yield)) in NUMBER_CHARACTERS:
+            self._keep(char)
+            number += char
+        _require(NUMBER.fullmatch(number) is not None)
+        return char
+
+
+def _require(right: bool) -> None:
+    if not right:
+        raise ValueError("no object goes on so")
+
+
+ARGUMENTS = ("arguments", "parameters")  # models mix up the two
+PASSED_OVER = ("type", "id")  # which some models add
+
+
+class CallReader(JsonObject):
+    """Reads one object that is a call.
+
+    Args:
+        names: Functions that may be called.
+
+    Attributes:
+        name: Of the function, once it is certain that this is a call; None before. From then on
+            `take_arguments` gives its arguments.
+        took: Whether the last character belongs to the arguments.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self._names = names
+        self._arguments = ""  # their key
+        self._taken = 0
+        self.name: str | None = None
+        self.took = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether this is a call with whole arguments."""
+        return self.name is not None and self.member != self._arguments
+
+    def feed(self, char: str) -> bool:
+        """Take the next character; False where no call goes on with it, which ends the reading."""
+        self.took = self.member in ARGUMENTS
+        if not super().feed(char):
+            return False
+        if self.member not in (None, "name", *ARGUMENTS, *PASSED_OVER):
+            return False
+        if self.member in ARGUMENTS:
+            self._arguments = self._arguments or self.member
+        if all(key in self.members for key in ARGUMENTS):
+            return False
+        self.name = self.name or self._known_name()
         return True
 
-    def _after(self, char: str) -> bool:
-        if char == self._closers[-1]:
-            return self._close(char)
-        self._keep(char)
-        self._state = "next_key" if self._closers[-1] == "}" else "value"
-        return char == ","
+    def take_arguments(self) -> str:
+        """The JSON text that the arguments gained since the last time."""
+        pieces = self.members.get(self._arguments, [])[self._taken :]
+        self._taken += len(pieces)
+        return "".join(pieces)
 
-    def _string(self, char: str) -> bool:
-        if char < " ":
-            char = json.dumps(char)[1:-1]
-        self._keep(char)
-        if char == '"':
-            if self._in_key:
-                self._state = "colon"
-            else:
-                self._end_value()
-            return True
-        if self._in_key:
-            self._key.append(char)
-        if char == "\\":
-            self._state = "escape"
-        return True
-
-    def _escape(self, char: str) -> bool:
-        self._in_text(char)
-        self._token, self._state = "", "hex" if char == "u" else "string"
-        return char in '"\\/bfnrtu'
-
-    def _hex(self, char: str) -> bool:
-        self._in_text(char)
-        self._token += char
-        if len(self._token) == 4:
-            self._state = "string"
-        return char in HEX
-
-    def _in_text(self, char: str) -> None:
-        self._keep(char)
-        if self._in_key:
-            self._key.append(char)
-
-    def _literal(self, char: str) -> bool:
-        self._keep(char)
-        right, self._token = char == self._token[0], self._token[1:]
-        if not self._token:
-            self._end_value()
-        return right
+    def _known_name(self) -> str | None:
+        """The function's name, where it is there and the arguments are an object."""
+        pieces = self.members.get("name")
+        if self.members.get(self._arguments, [])[:1] != ["{"] or not pieces:
+            return None
+        name = None if self.member == "name" else json.loads("".join(pieces))
+        return name if isinstance(name, str) and name in self._names else None

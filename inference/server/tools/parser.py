@@ -1,28 +1,24 @@
 """Calls in a growing text: what of it is an answer's text, and what are parts of calls.
 
 A call begins where a marker of the format is followed by a JSON object (and, in a format with
-`bare`, where an answer begins with one). It is told as soon as the object has a known function's
-name and opens its arguments, and the arguments are told as they come. What does not become a call,
+`bare`, where an answer begins with one). It is given as soon as the object has a known function's
+name and opens its arguments, and the arguments are given as they come. What does not become a call,
 such as broken JSON or an unknown name, is text of the answer, unchanged. If arguments that are
-being told break off, they stay as they are, and what follows is text. White space next to calls is
+being given break off, they stay as they are, and what follows is text. White space next to calls is
 dropped. However a text is cut into pieces, the same comes out.
 
-`ToolFormat` is a format of calls as data, `CallReader` reads one call as it is written, and a delta
-is what an answer gains: text (`ContentDelta`), or a part of a call (`CallDelta`).
+`ToolFormat` is a format of calls as data, `FORMATS` are those that are known, and what an answer
+gains is text, or a part of a call (`CallDelta`).
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from inference.server.tools.json_object import SPACE, JsonObject
+from inference.server.tools.json_object import SPACE, CallReader
 
 
 @dataclass(frozen=True)
@@ -63,89 +59,34 @@ class ToolFormat:
         return "}" + self.closing
 
 
-@cache
-def tool_formats() -> Mapping[str, ToolFormat]:
-    """All formats by name: each is a file of `declared`."""
-    folder = Path(__file__).parent / "declared"
-    names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
-    prefix = f"{__package__}.declared"
-    found = [importlib.import_module(f"{prefix}.{name}").FORMAT for name in names]
-    return {made.name: made for made in found}
-
-
-ARGUMENTS = ("arguments", "parameters")  # models mix up the two
-PASSED_OVER = ("type", "id")  # which some models add
-
-
-class CallReader:
-    """Reads one object, character by character.
-
-    Args:
-        names: Functions that may be called.
-
-    Attributes:
-        name: Of the function, once it is certain that this is a call; None before. From then on
-            `take_arguments` gives its arguments.
-        took: Whether the last character belongs to the arguments.
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._object = JsonObject()
-        self._key = ""  # of the arguments
-        self._taken = 0
-        self.name: str | None = None
-        self.took = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the object is complete."""
-        return self._object.closed
-
-    @property
-    def complete(self) -> bool:
-        """Whether this is a call with whole arguments."""
-        return self.name is not None and self._object.member != self._key
-
-    def feed(self, char: str) -> bool:
-        """Take the next character; False where no call goes on with it, which ends the reading."""
-        self.took = self._object.member in ARGUMENTS
-        if not self._object.feed(char):
-            return False
-        member, members = self._object.member, self._object.members
-        if member is not None and member not in ("name", *ARGUMENTS, *PASSED_OVER):
-            return False
-        if member in ARGUMENTS:
-            self._key = self._key or member
-        if all(key in members for key in ARGUMENTS):
-            return False
-        if self.name is None:
-            self.name = self._known_name()
-        return True
-
-    def take_arguments(self) -> str:
-        """The JSON text that the arguments gained since the last time."""
-        pieces = self._pieces()[self._taken :]
-        self._taken += len(pieces)
-        return "".join(pieces)
-
-    def _pieces(self) -> list[str]:
-        return self._object.members.get(self._key, [])
-
-    def _known_name(self) -> str | None:
-        """The function's name, where it is there and the arguments are an object."""
-        pieces = self._object.members.get("name")
-        if self._pieces()[:1] != ["{"] or not pieces or self._object.member == "name":
-            return None
-        name = json.loads("".join(pieces))
-        return name if isinstance(name, str) and name in self._names else None
-
-
-@dataclass(frozen=True)
-class ContentDelta:
-    """Text of the answer."""
-
-    text: str
+FORMATS = {
+    # Calls between tags: Hermes 2 and 3, Qwen 2.5, Qwen 3 and many others.
+    #     <tool_call>
+    #     {"name": "get_weather", "arguments": {"city": "Paris"}}
+    #     </tool_call>
+    "hermes": ToolFormat(
+        name="hermes",
+        marker="<tool_call>",
+        opening="<tool_call>\n",
+        arguments_key="arguments",
+        closing="\n</tool_call>",
+        separator="\n",
+    ),
+    # Calls as bare JSON, perhaps after a special token: Llama 3.1, 3.2 and 3.3.
+    #     {"name": "get_weather", "parameters": {"city": "Paris"}}
+    #     <|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}
+    # The special token is not part of the decoded text where the tokenizer calls it special: what
+    # is left is the bare form, and an answer that begins with anything else is text.
+    "llama3": ToolFormat(
+        name="llama3",
+        marker="<|python_tag|>",
+        bare=True,
+        opening="",
+        arguments_key="parameters",
+        closing="",
+        separator="; ",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -165,42 +106,25 @@ class CallDelta:
     name: str | None = None
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A whole call.
+MessageDelta = str | CallDelta  # text of the answer, or a part of a call
 
-    Attributes:
-        id: What the answer to it names it by.
-        name: Of the function.
-        arguments: JSON text; incomplete where the model was cut.
+
+def join_deltas(deltas: Iterable[MessageDelta]) -> tuple[str | None, Sequence[CallDelta]]:
+    """An answer's text, None where calls are all it has, and its calls, each as one part.
+
+    The arguments of a call are incomplete where the model was cut.
     """
-
-    id: str
-    name: str
-    arguments: str
-
-
-MessageDelta = ContentDelta | CallDelta
-
-
-def new_call_id() -> str:
-    """A name for a call that no other has."""
-    return f"call_{uuid4().hex[:24]}"
-
-
-def join_deltas(deltas: Iterable[MessageDelta]) -> tuple[str | None, Sequence[ToolCall]]:
-    """An answer's text, None where calls are all it has, and its calls."""
     text: list[str] = []
-    calls: list[tuple[str, str, list[str]]] = []
+    calls: list[tuple[CallDelta, list[str]]] = []
     for delta in deltas:
-        if isinstance(delta, ContentDelta):
-            text.append(delta.text)
+        if isinstance(delta, str):
+            text.append(delta)
             continue
-        if delta.id is not None and delta.name is not None:
-            calls.append((delta.id, delta.name, []))
-        calls[delta.index][2].append(delta.arguments)
-    joined = [ToolCall(name, function, "".join(parts)) for name, function, parts in calls]
-    return ("".join(text) or None if joined else "".join(text)), joined
+        if delta.id is not None:
+            calls.append((delta, []))
+        calls[delta.index][1].append(delta.arguments)
+    whole = [replace(call, arguments="".join(parts)) for call, parts in calls]
+    return ("".join(text) or None if whole else "".join(text)), whole
 
 
 class ToolParser:
@@ -272,7 +196,12 @@ class ToolParser:
         if goes_on and not (known and call.took):
             self._held.append(char)
         if call.name is not None and not known:
-            self._announce(call.name)
+            self._held = []  # it was the beginning of the call
+            self._flush()
+            self._deltas.append(
+                CallDelta(self._calls, id=f"call_{uuid4().hex[:24]}", name=call.name)
+            )
+            self._calls += 1
         if call.complete:
             self.called, self.done = True, not self._parallel
         if not goes_on:
@@ -321,13 +250,6 @@ class ToolParser:
         if char:
             self._text(char)
 
-    def _announce(self, name: str) -> None:
-        """Tell that a call has begun; what was held is its beginning."""
-        self._held = []
-        self._flush()
-        self._deltas.append(CallDelta(self._calls, id=new_call_id(), name=name))
-        self._calls += 1
-
     def _tell_arguments(self) -> None:
         arguments = self._call.take_arguments() if self._call.name is not None else ""
         if arguments:
@@ -341,7 +263,7 @@ class ToolParser:
     def _flush(self) -> None:
         text = "".join(self._shown)
         if text:
-            self._deltas.append(ContentDelta(text))
+            self._deltas.append(text)
         self._shown = []
 
     def _take(self) -> list[MessageDelta]:

@@ -22,7 +22,7 @@ from inference.requests.constraint import Constraint, read_json
 from inference.requests.json_schema import check_schema
 from inference.server.schema.chat import Function, NamedTool, ToolChoice, ToolFields
 from inference.server.schema.generation import named_error
-from inference.server.tools.parser import ToolFormat, ToolParser, join_deltas, tool_formats
+from inference.server.tools.parser import FORMATS, ToolFormat, ToolParser, join_deltas
 
 NAME, ARGUMENTS = "probe_of_tools", {"probed": "by name"}
 PROBE = {
@@ -41,11 +41,11 @@ class ToolSupport:
     """What a model's chats can do with tools.
 
     Attributes:
-        told: Whether the template tells the model of tools.
+        declared: Whether the template tells the model of tools.
         tool_format: How the model writes calls; None where no format is known.
     """
 
-    told: bool
+    declared: bool
     tool_format: ToolFormat | None
 
 
@@ -58,15 +58,14 @@ def tool_support(tokenizer: Any, tool_format: str | None = None) -> ToolSupport:
     """
     if not has_chat_template(tokenizer):
         return ToolSupport(False, None)
-    formats = tool_formats()
     try:
-        told = NAME in render_chat(tokenizer, [QUESTION], tools=[PROBE], answer=True)
+        declared = NAME in render_chat(tokenizer, [QUESTION], tools=[PROBE], answer=True)
     except ValueError:
-        told = False
+        declared = False
     if tool_format is not None:
-        return ToolSupport(told, formats[tool_format])
-    answer = _rendered_call(tokenizer) if told else ""
-    return ToolSupport(told, next((f for f in formats.values() if _reads(f, answer)), None))
+        return ToolSupport(declared, FORMATS[tool_format])
+    answer = _rendered_call(tokenizer) if declared else ""
+    return ToolSupport(declared, next((f for f in FORMATS.values() if _reads(f, answer)), None))
 
 
 def _rendered_call(tokenizer: Any) -> str:
@@ -188,17 +187,15 @@ class ToolUse:
         _check_choice([tool.function.name for tool in fields.tools or []], choice)
         if not fields.tools or choice == "none":
             return None
-        if not support.told:
-            raise RequestError(
-                "tools: the model's chat template knows none; leave them out, or start the server "
-                "with `--chat-template FILE`, a template that renders them",
-                "tools",
+        if not support.declared:
+            raise _refused(
+                "the model's chat template knows none; leave them out, or start the server with "
+                "`--chat-template FILE`, a template that renders them"
             )
         if support.tool_format is None:
-            raise RequestError(
-                "tools: it is not known how this model writes calls; start the server with "
-                f"`--tool-format`, one of {', '.join(tool_formats())}",
-                "tools",
+            raise _refused(
+                "it is not known how this model writes calls; start the server with "
+                f"`--tool-format`, one of {', '.join(FORMATS)}"
             )
         tools = [tool.model_dump(exclude_none=True) for tool in fields.tools]
         for tool in tools:
@@ -223,11 +220,13 @@ def _check_choice(names: Sequence[str], choice: ToolChoice) -> None:
     """Check that names are unique, and that there is what is to be called."""
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise RequestError(f"tools: there are two named {min(twice)!r}; names are unique", "tools")
+        raise _refused(f"there are two named {min(twice)!r}; names are unique")
     if choice not in ("none", "auto") and not names:
-        raise RequestError(
-            "tool_choice: there are no tools; give some, or leave it out", "tool_choice"
-        )
+        raise _refused("there are no tools; give some, or leave it out", "tool_choice")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        told = f"{choice.function.name!r} is none of the tools; there are {', '.join(names)}"
-        raise RequestError(f"tool_choice: {told}", "tool_choice")
+        fault = f"{choice.function.name!r} is none of the tools; there are {', '.join(names)}"
+        raise _refused(fault, "tool_choice")
+
+
+def _refused(fault: str, field: str = "tools") -> RequestError:
+    return RequestError(f"{field}: {fault}", field)

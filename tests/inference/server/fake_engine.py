@@ -18,15 +18,14 @@ from inference.server.messages import (
     EngineInfo,
     EngineStats,
     Failed,
-    Ready,
     Refused,
     SetAdapter,
     Step,
     Submit,
-    SubmitBeam,
     ToEngine,
 )
 from inference.server.open_requests import QueueLimits
+from inference.server.stream import Delta, DeltaStream
 
 INFO = EngineInfo(
     max_model_len=512,
@@ -36,6 +35,32 @@ INFO = EngineInfo(
     end_tokens=frozenset({0}),
 )
 Answer = Callable[[Sequence[int], SamplingParams], Sequence[int]]
+
+
+class Reading:
+    """A stream's items, waited for one after another; the end of a block cancels it."""
+
+    def __init__(self, stream: DeltaStream) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        self.stream.cancel()
+
+    def __aiter__(self) -> Reading:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while (delta := self.stream.read()) is None:
+            if self.stream.over:
+                raise StopAsyncIteration
+            await self.stream.news.get()
+        return delta
 
 
 def counting(prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
@@ -102,7 +127,7 @@ class FakeEngine:
 
     def start(self) -> None:
         """Be ready."""
-        self.client.take(Ready(self.info))
+        self.client.take(self.info)
 
     def fail(self, message: str = "a step failed") -> None:
         """Fail a step with all that waits or runs."""
@@ -117,7 +142,13 @@ class FakeEngine:
 
     def _receive(self, message: ToEngine) -> None:
         self.sent.append(message)
-        if isinstance(message, Submit):
+        if isinstance(message, Submit) and isinstance(message.params, BeamParams):
+            params = SamplingParams(max_tokens=3, adapter=message.params.adapter)
+            tokens = tuple(counting(message.prompt, params))
+            found = [Hypothesis(tokens, -1.0, -3.0, "length", self._all(tokens, message.params))]
+            done = BeamDone(message.name, found * message.params.n)
+            asyncio.get_running_loop().call_soon(self.client.take, done)
+        elif isinstance(message, Submit):
             if self.refuse is not None:
                 refused = Refused(message.name, *self.refuse)
                 asyncio.get_running_loop().call_soon(self.client.take, refused)
@@ -129,16 +160,8 @@ class FakeEngine:
         elif isinstance(message, Abort):
             for name in message.names:
                 self._requests.pop(name, None)
-        elif isinstance(message, SetAdapter):
-            if not self.hold:
-                asyncio.get_running_loop().call_soon(self.client.take, self._set(message))
-        else:
-            assert isinstance(message, SubmitBeam)
-            params = SamplingParams(max_tokens=3, adapter=message.params.adapter)
-            tokens = tuple(counting(message.prompt, params))
-            found = [Hypothesis(tokens, -1.0, -3.0, "length", self._all(tokens, message.params))]
-            done = BeamDone(message.name, found * message.params.n)
-            asyncio.get_running_loop().call_soon(self.client.take, done)
+        elif not self.hold:
+            asyncio.get_running_loop().call_soon(self.client.take, self._set(message))
 
     def _set(self, message: SetAdapter) -> AdapterSet | Refused:
         if self.refuse is not None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from inference.server.messages import Submit, SubmitBeam
+from inference.server.messages import Submit
 from tests.inference.server.fake_engine import INFO, FakeEngine
 from tests.inference.server.http_client import ask, post, talk
 
@@ -48,7 +48,7 @@ def test_the_list_of_models_has_the_adapters():
 def test_a_request_runs_with_what_its_model_names(route, body, model, adapter):
     async def scenario(client: httpx.AsyncClient, engine: FakeEngine) -> httpx.Response:
         answer = await client.post(f"/v1/{route}", json=body | ({"model": model} if model else {}))
-        sent = [one for one in engine.sent if isinstance(one, Submit | SubmitBeam)]
+        sent = [one for one in engine.sent if isinstance(one, Submit)]
         assert [one.params.adapter for one in sent] == [adapter] * body.get("n", 1)
         return answer
 

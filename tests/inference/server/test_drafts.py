@@ -12,7 +12,7 @@ import pytest
 from inference.requests.request import SamplingParams
 from inference.server.messages import EngineStats, Step, Submit
 from inference.server.metrics import Metrics
-from tests.inference.server.fake_engine import INFO, FakeEngine
+from tests.inference.server.fake_engine import INFO, FakeEngine, Reading
 from tests.inference.server.http_client import events, post, tokenizer
 from tests.inference.server.test_metrics import values
 
@@ -47,7 +47,7 @@ def test_tokens_that_come_together_stream_as_those_that_come_one_by_one():
 def test_tokens_of_a_step_share_the_time_since_the_step_before():
     async def run() -> FakeEngine:
         engine = TOGETHER(delay=0.02)
-        async for _ in engine.client.submit([1], SamplingParams(max_tokens=20)):
+        async for _ in Reading(engine.client.submit([1], SamplingParams(max_tokens=20))):
             pass
         return engine
 

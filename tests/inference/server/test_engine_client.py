@@ -10,14 +10,14 @@ from formats.errors import RequestError
 from inference.requests.request import SamplingParams
 from inference.server.engine_client import EngineClient, Overloaded, Unavailable
 from inference.server.open_requests import QueueLimits
-from tests.inference.server.fake_engine import INFO, FakeEngine, counting
+from tests.inference.server.fake_engine import INFO, FakeEngine, Reading, counting
 
 PARAMS = SamplingParams(max_tokens=5)
 PROMPT = [1, 2, 3]
 
 
 async def read(client: EngineClient, params: SamplingParams = PARAMS) -> list[int]:
-    async with client.submit(PROMPT, params) as stream:
+    with Reading(client.submit(PROMPT, params)) as stream:
         return [token async for delta in stream for token in delta.token_ids]
 
 
@@ -38,7 +38,7 @@ def test_what_a_slow_reader_missed_is_one_item():
     async def run():
         engine = FakeEngine()
         params = SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=1)
-        async with engine.client.submit(PROMPT, params) as stream:
+        with Reading(engine.client.submit(PROMPT, params)) as stream:
             while engine.running:
                 await asyncio.sleep(0)
             (delta,) = [delta async for delta in stream]
@@ -53,7 +53,7 @@ def test_what_a_slow_reader_missed_is_one_item():
 def test_a_reader_that_leaves_aborts_its_request_once():
     async def run():
         engine = FakeEngine(delay=0.001)
-        async with engine.client.submit(PROMPT, SamplingParams(max_tokens=400)) as stream:
+        with Reading(engine.client.submit(PROMPT, SamplingParams(max_tokens=400))) as stream:
             await anext(stream)
             stream.cancel()
             with pytest.raises(StopAsyncIteration):
@@ -85,7 +85,7 @@ def test_beyond_the_queue_a_request_is_refused_with_the_seconds_to_wait():
 def test_beyond_the_queued_tokens_a_request_is_refused_but_a_long_one_alone_is_taken():
     async def run():
         engine = FakeEngine(hold=True, limits=QueueLimits(tokens=100))
-        first = engine.client.submit([1] * 200, PARAMS)
+        first = Reading(engine.client.submit([1] * 200, PARAMS))
         with pytest.raises(Overloaded, match="prompts of 200 tokens wait"):
             engine.client.submit(PROMPT, PARAMS)
         engine.hold = False
@@ -111,7 +111,7 @@ def test_prompts_that_the_model_cannot_take_are_refused_at_once():
 def test_what_the_engine_refuses_is_raised_when_the_stream_is_read():
     async def run():
         engine = FakeEngine(refuse=("constraint: no such grammar", "response_format"))
-        stream = engine.client.submit(PROMPT, PARAMS)
+        stream = Reading(engine.client.submit(PROMPT, PARAMS))
         with pytest.raises(RequestError, match="no such grammar") as error:
             await anext(stream)
         assert error.value.param == "response_format"
@@ -124,7 +124,7 @@ def test_what_the_engine_refuses_is_raised_when_the_stream_is_read():
 def test_a_failed_step_ends_its_requests_and_the_next_are_answered():
     async def run():
         engine = FakeEngine(hold=True)
-        streams = [engine.client.submit(PROMPT, PARAMS) for _ in range(3)]
+        streams = [Reading(engine.client.submit(PROMPT, PARAMS)) for _ in range(3)]
         engine.fail("out of luck")
         for stream in streams:
             delta = await anext(stream)
@@ -138,7 +138,7 @@ def test_a_failed_step_ends_its_requests_and_the_next_are_answered():
 def test_a_dead_engine_ends_every_stream_and_takes_no_more():
     async def run():
         engine = FakeEngine(hold=True)
-        stream = engine.client.submit(PROMPT, PARAMS)
+        stream = Reading(engine.client.submit(PROMPT, PARAMS))
         reader = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
         engine.die("killed")
@@ -183,7 +183,7 @@ def test_draining_lets_what_runs_end_and_refuses_the_rest():
 def test_draining_ends_what_takes_too_long():
     async def run():
         engine = FakeEngine(hold=True)
-        stream = engine.client.submit(PROMPT, PARAMS)
+        stream = Reading(engine.client.submit(PROMPT, PARAMS))
         await engine.client.drain(0.01)
         delta = await anext(stream)
         assert (delta.finish_reason, delta.error) == ("abort", "the server is stopping")

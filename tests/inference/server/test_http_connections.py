@@ -7,16 +7,16 @@ import json
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import uvicorn
 
 from inference.server.app import create_app
-from inference.server.generation.chunks import quote
 from inference.server.http import responses
-from inference.server.http.protocol import bounded_protocol
-from inference.server.http.responses import dumps
+from inference.server.http.responses import dumps, quote
+from inference.server.serving import BoundedProtocol
 from inference.server.settings import Limits
 from tests.inference.server.fake_engine import INFO, FakeEngine
 from tests.inference.server.http_client import settings
@@ -54,7 +54,7 @@ def serve(
         app = create_app(engine.client, settings(**values))
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
-        protocol = bounded_protocol(app.state.served.settings.limits)
+        protocol = partial(BoundedProtocol, limits=app.state.served.settings.limits)
         server = uvicorn.Server(
             uvicorn.Config(app, http=protocol, log_level="critical", ws="none")  # type: ignore
         )

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from inference.server import call as calls
 from inference.server.engine_client import QueueLimits
-from inference.server.generation import choices
 from inference.server.settings import Limits
 from tests.inference.server.fake_engine import INFO, FakeEngine
 from tests.inference.server.http_client import ask, post, talk, tokenizer
@@ -464,7 +464,7 @@ def test_a_defect_ends_a_stream_with_an_event_and_its_request(caplog, monkeypatc
         return delta if len(seen) < 3 else 1 / 0
 
     async def scenario(client, engine):
-        monkeypatch.setattr(choices, "_checked", check)
+        monkeypatch.setattr(calls, "_check", check)
         body = {"prompt": "a", "max_tokens": 400, "stream": True}
         response = await client.post(COMPLETIONS, json=body)
         assert len(engine.aborted) == 1

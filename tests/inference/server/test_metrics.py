@@ -10,10 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inference.requests.request import SamplingParams
 from inference.server.engine_client import Overloaded
-from inference.server.measures import Histogram
 from inference.server.metrics import Metrics
-from inference.server.open_requests import QueueLimits
-from tests.inference.server.fake_engine import FakeEngine
+from inference.server.open_requests import Histogram, QueueLimits
+from tests.inference.server.fake_engine import FakeEngine, Reading
 from tests.inference.server.http_client import talk
 
 
@@ -37,9 +36,10 @@ def test_requests_are_counted_and_timed():
     async def run() -> dict[str, float]:
         engine = FakeEngine(delay=0.002, limits=QueueLimits(requests=2))
         for size in (5, 9):
-            async for _ in engine.client.submit([1, 2, 3], SamplingParams(max_tokens=size)):
+            params = SamplingParams(max_tokens=size)
+            async for _ in Reading(engine.client.submit([1, 2, 3], params)):
                 pass
-        left = engine.client.submit([1], SamplingParams(max_tokens=100))
+        left = Reading(engine.client.submit([1], SamplingParams(max_tokens=100)))
         await anext(left)
         left.cancel()
         engine.hold = True
@@ -67,6 +67,21 @@ def test_requests_are_counted_and_timed():
     assert found["ptq:e2e_request_latency_seconds_count"] == 3
     assert found["ptq:request_generation_tokens_bucket le=5.0"] == 2
     assert found["ptq:request_generation_tokens_sum"] == 15
+
+
+@pytest.mark.parametrize(
+    ("name", "largest"),
+    [
+        ("time_to_first_token_seconds", 2560.0),
+        ("inter_token_latency_seconds", 80.0),
+        ("e2e_request_latency_seconds", 7680.0),
+    ],
+)
+def test_times_have_the_bounds_of_vllm(name, largest):
+    """As in `vllm/v1/metrics/loggers.py`: requests of minutes are told apart, too."""
+    found = values(Metrics(FakeEngine().client, "tiny"))
+    bounds = [key.split("le=")[1] for key in found if key.startswith(f"ptq:{name}_bucket")]
+    assert max(float(bound) for bound in bounds if bound != "+Inf") == largest
 
 
 def test_answers_are_counted_by_route_and_status():

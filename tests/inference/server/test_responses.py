@@ -118,8 +118,11 @@ def test_an_empty_answer_is_an_empty_text():
 
 def test_a_failure_in_a_stream_is_its_last_event():
     async def scenario(client, engine):
-        asyncio.get_running_loop().call_later(0.05, engine.fail)
-        return await client.post(ROUTE, json={"input": "x", "stream": True})
+        answer = asyncio.create_task(client.post(ROUTE, json={"input": "x", "stream": True}))
+        while engine.client.measures.generation_tokens < 3:
+            await asyncio.sleep(0.001)
+        engine.fail()
+        return await answer
 
     last = events(talk(scenario, partial(FakeEngine, delay=0.01)))[-1]["response"]
     assert (last["status"], last["error"]["code"]) == ("failed", "server_error")

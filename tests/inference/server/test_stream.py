@@ -10,7 +10,8 @@ import pytest
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-from tests.inference.server.fake_engine import FakeEngine
+from inference.server.stream import AnswerText
+from tests.inference.server.fake_engine import FakeEngine, Reading
 from tests.inference.server.http_client import events
 from tests.inference.server.real_server import RealServer
 
@@ -35,9 +36,9 @@ def streamed(engine: Engine, asked: SamplingParams, *, slow: bool) -> tuple[list
         stream = fake.client.submit(PROMPT, asked)
         while slow and fake.running:
             await asyncio.sleep(0)
-        text = stream.detokenize(engine.tokenizer, asked.stop, asked.min_tokens)
-        async with text:
-            return [delta async for delta in text]
+        stream.text = AnswerText(engine.tokenizer, asked.stop, asked.min_tokens)
+        with Reading(stream) as read:
+            return [delta async for delta in read]
 
     return asyncio.run(run()), fake
 
@@ -81,7 +82,8 @@ def test_tokens_whose_text_is_held_back_come_with_the_next(engine):
 
     async def run() -> list:
         stream = fake.client.submit(PROMPT, SamplingParams(max_tokens=9))
-        return [delta async for delta in stream.detokenize(engine.tokenizer)]
+        stream.text = AnswerText(engine.tokenizer)
+        return [delta async for delta in Reading(stream)]
 
     first, last = asyncio.run(run())
     assert (first.text, first.token_ids) == ("é", tokens)
@@ -95,7 +97,8 @@ def test_a_text_that_is_complete_without_an_end_token_is_told_whole(engine, end)
 
     async def run() -> list:
         stream = fake.client.submit(PROMPT, SamplingParams(max_tokens=9))
-        return [delta async for delta in stream.detokenize(engine.tokenizer, ends={0})]
+        stream.text = AnswerText(engine.tokenizer, ends={0})
+        return [delta async for delta in Reading(stream)]
 
     found = asyncio.run(run())
     assert "".join(delta.text for delta in found) == "{}"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from inference.server.generation.logprobs import TokenTexts
+from inference.server.logprobs import TokenTexts
 from tests.inference.server.http_client import TEMPLATE, ask, post, tokenizer
 
 

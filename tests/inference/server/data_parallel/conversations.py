@@ -18,8 +18,9 @@ from typing import NamedTuple
 from inference.config import EngineConfig
 from inference.requests.request import SamplingParams
 from inference.server.data_parallel.fleet import EngineFleet
-from inference.server.engine.process import EngineProcess, EngineSource
+from inference.server.engine.process import EngineProcess, EngineSource, Place
 from inference.server.engine_client import EngineClient
+from tests.inference.server.fake_engine import Reading
 
 SIZES = EngineConfig(max_batch_size=16, kv_blocks=200)
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -39,7 +40,8 @@ async def talk(fleet: EngineFleet, seed: int, gate: asyncio.Semaphore) -> None:
     chance = random.Random(seed)
     prompt = [chance.randrange(300, 4000) for _ in range(200)]
     for _ in range(TURNS):
-        async with gate, fleet.submit(prompt, PARAMS) as stream:
+        async with gate:
+            stream = Reading(fleet.submit(prompt, PARAMS))
             answer = [token async for delta in stream for token in delta.token_ids]
         prompt = prompt + answer + [chance.randrange(300, 4000) for _ in range(40)]
         await asyncio.sleep(chance.random() * 0.2)
@@ -47,7 +49,7 @@ async def talk(fleet: EngineFleet, seed: int, gate: asyncio.Semaphore) -> None:
 
 async def converse(checkpoint: Path, *, by_prefix: bool) -> Found:
     """All conversations, on two engines that both have just started."""
-    sources = [EngineSource(checkpoint, SIZES, "cpu", (core,)) for core in range(2)]
+    sources = [EngineSource(checkpoint, SIZES, Place("cpu", (core,))) for core in range(2)]
     processes = [EngineProcess(source) for source in sources]
     clients = [EngineClient(process.send) for process in processes]
     for process, client in zip(processes, clients, strict=True):

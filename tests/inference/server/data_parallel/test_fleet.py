@@ -12,7 +12,7 @@ from inference.requests.request import SamplingParams
 from inference.server.data_parallel.fleet import EngineFleet
 from inference.server.engine_client import Overloaded, Unavailable
 from inference.server.open_requests import QueueLimits
-from tests.inference.server.fake_engine import INFO, FakeEngine, counting
+from tests.inference.server.fake_engine import INFO, FakeEngine, Reading, counting
 from tests.inference.server.http_client import talk
 from tests.inference.server.test_metrics import samples
 
@@ -33,7 +33,7 @@ class FakeFleet:
 
 
 async def read(fleet: FakeFleet, prompt: list[int], params: SamplingParams) -> list[int]:
-    async with fleet.client.submit(prompt, params) as stream:
+    with Reading(fleet.client.submit(prompt, params)) as stream:
         return [token async for delta in stream for token in delta.token_ids]
 
 
@@ -69,7 +69,8 @@ def test_one_that_dies_takes_its_own_requests_along_and_the_other_goes_on(caplog
         fleet = FakeFleet()
         sick, well = fleet.each
         sick.hold = well.hold = True
-        lost, kept = (fleet.client.submit([i] * 70, SamplingParams(max_tokens=3)) for i in (1, 2))
+        each = (fleet.client.submit([i] * 70, SamplingParams(max_tokens=3)) for i in (1, 2))
+        lost, kept = map(Reading, each)
         dead = asyncio.create_task(fleet.client.dead())
         await asyncio.sleep(0)
         sick.die("out of luck")

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from formats.errors import RequestError
-from inference.server.data_parallel.placement import Place, places
 from inference.server.data_parallel.router import KnownPrefixes, Load, Router, block_hashes
+from inference.server.engine.process import Place, places
 
 BLOCK = 4
 IDLE = Load(queued=0, in_flight=0, places=8)
@@ -17,22 +17,22 @@ CHAT, OTHER = list(range(100, 120)), list(range(200, 220))
 
 def test_a_prompt_goes_where_its_beginning_is_known():
     router = Router([64, 64, 64], BLOCK)
-    first = router.choose(CHAT, [IDLE] * 3).engine
-    second = router.choose(OTHER, [IDLE] * 3).engine
+    first = router.choose(CHAT, [IDLE] * 3)[0]
+    second = router.choose(OTHER, [IDLE] * 3)[0]
     assert second != first
     for prompt, home in ((CHAT, first), (OTHER, second)):
         for turn in range(1, 4):
-            route = router.choose([*prompt, *range(turn * 8)], [IDLE] * 3)
+            engine, new_tokens = router.choose([*prompt, *range(turn * 8)], [IDLE] * 3)
             known = 20 if turn > 1 else 16  # the last token of a prompt is never known
-            assert route.engine == home
-            assert route.new_tokens <= 20 + turn * 8 - known
-    assert router.routed[first].requests == Counter(prefix=3, load=1)
-    assert router.routed[3 - first - second].requests == Counter()
+            assert engine == home
+            assert new_tokens <= 20 + turn * 8 - known
+    assert router.routed[first] == Counter(prefix=3, load=1)
+    assert router.routed[3 - first - second] == Counter()
 
 
 def test_prompts_that_begin_otherwise_are_spread():
     router = Router([64] * 4, BLOCK)
-    chosen = [router.choose([i] * 10, [IDLE] * 4).engine for i in range(40)]
+    chosen = [router.choose([i] * 10, [IDLE] * 4)[0] for i in range(40)]
     assert Counter(chosen) == dict.fromkeys(range(4), 10)
 
 
@@ -40,12 +40,12 @@ def test_a_busy_engine_loses_a_prompt_that_is_cheaper_to_compute_again():
     """20 tokens of which 16 are known: worth four requests of a block, not five."""
     for in_flight, expected in ((3, 0), (5, 1)):
         router = Router([64, 64], BLOCK)
-        assert router.choose(CHAT, [IDLE, IDLE]).engine == 0
-        assert router.choose(CHAT, [Load(0, in_flight, 8), IDLE]).engine == expected
+        assert router.choose(CHAT, [IDLE, IDLE])[0] == 0
+        assert router.choose(CHAT, [Load(0, in_flight, 8), IDLE])[0] == expected
     for queued, expected in ((15, 0), (17, 1)):
         router = Router([64, 64], BLOCK)
         router.choose(CHAT, [IDLE, IDLE])
-        assert router.choose(CHAT, [Load(queued, 0, 8), IDLE]).engine == expected
+        assert router.choose(CHAT, [Load(queued, 0, 8), IDLE])[0] == expected
 
 
 def test_a_common_beginning_does_not_gather_all_requests_at_one_engine():
@@ -53,27 +53,27 @@ def test_a_common_beginning_does_not_gather_all_requests_at_one_engine():
     router, in_flight = Router([64, 64, 64], BLOCK), [0, 0, 0]
     for i in range(60):
         loads = [Load(0, n, 100) for n in in_flight]
-        in_flight[router.choose([*CHAT, i, i, i], loads).engine] += 1
+        in_flight[router.choose([*CHAT, i, i, i], loads)[0]] += 1
     assert max(in_flight) - min(in_flight) <= 5
-    assert all(routed.requests["prefix"] >= 10 for routed in router.routed)
+    assert all(routed["prefix"] >= 10 for routed in router.routed)
 
 
 def test_a_free_place_comes_before_the_prefix_and_room_in_the_queue_before_both():
     router = Router([64, 64], BLOCK)
     long = list(range(50))
     router.choose(long, [IDLE, IDLE])
-    assert router.choose(long, [Load(0, 8, 8), Load(30, 7, 8)]).engine == 1
+    assert router.choose(long, [Load(0, 8, 8), Load(30, 7, 8)])[0] == 1
     router = Router([64, 64], BLOCK)
     router.choose(long, [IDLE, IDLE])
-    assert router.choose(long, [Load(0, 9, 8, full=True), Load(900, 90, 8)]).engine == 1
+    assert router.choose(long, [Load(0, 9, 8, full=True), Load(900, 90, 8)])[0] == 1
 
 
 def test_dead_engines_and_requests_that_take_no_hits():
     router = Router([64, 64], BLOCK)
-    assert router.choose(CHAT, [None, IDLE]).engine == 1
-    assert router.choose(CHAT, [IDLE, None]).engine == 0
-    assert router.choose(CHAT, [IDLE, IDLE], reuse=False).new_tokens == len(CHAT)
-    assert [routed.prefix_tokens for routed in router.routed] == [0, 0]
+    assert router.choose(CHAT, [None, IDLE])[0] == 1
+    assert router.choose(CHAT, [IDLE, None])[0] == 0
+    assert router.choose(CHAT, [IDLE, IDLE], reuse=False)[1] == len(CHAT)
+    assert [routed["prefix"] for routed in router.routed] == [0, 0]
 
 
 def test_what_was_used_least_lately_is_forgotten_from_its_end():

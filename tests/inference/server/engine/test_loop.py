@@ -11,7 +11,7 @@ import pytest
 from formats.errors import CheckpointError, EngineEndedError, EngineError, RequestError
 from inference.engine import Engine
 from inference.requests.request import RequestOutput, SamplingParams, StepResult
-from inference.scheduling.active import NOT_FINITE
+from inference.scheduling.acceptance import NOT_FINITE
 from inference.scheduling.blocks import KVStats
 from inference.server.engine import loop as loops
 from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
@@ -21,7 +21,6 @@ from inference.server.messages import (
     AdapterSet,
     EngineInfo,
     Failed,
-    Ready,
     Refused,
     SetAdapter,
     Submit,
@@ -137,7 +136,7 @@ class Http:
             while part := self._end.recv(2**16):
                 data += part
             sent = list(Unframer().feed(data))
-            assert isinstance(sent.pop(0), Ready)
+            assert isinstance(sent.pop(0), EngineInfo)
             return sent, error, engine
 
 

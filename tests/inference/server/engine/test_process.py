@@ -18,6 +18,7 @@ from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.server.engine.process import EngineProcess, EngineSource
 from inference.server.engine_client import EngineClient, Unavailable
+from tests.inference.server.fake_engine import Reading
 
 SIZES = EngineConfig(max_batch_size=4, kv_blocks=16, max_batched_tokens=64)
 
@@ -52,7 +53,7 @@ async def disconnect(process: EngineProcess) -> None:
 
 
 async def read(client: EngineClient, prompt: list[int], params: SamplingParams) -> list[int]:
-    async with client.submit(prompt, params) as stream:
+    with Reading(client.submit(prompt, params)) as stream:
         return [token async for delta in stream for token in delta.token_ids]
 
 
@@ -72,7 +73,9 @@ def test_answers_are_those_of_the_engine_while_others_leave(engine, tiny_llama):
     ]
 
     async def leave(prompt: list[int], params: SamplingParams) -> None:
-        async with client.submit(prompt, params.model_copy(update={"max_tokens": 300})) as stream:
+        with Reading(
+            client.submit(prompt, params.model_copy(update={"max_tokens": 300}))
+        ) as stream:
             if chance.random() < 0.7:
                 await anext(stream)
 
@@ -99,7 +102,7 @@ def test_answers_are_those_of_the_engine_while_others_leave(engine, tiny_llama):
 
 def test_a_reader_that_leaves_frees_its_blocks_within_a_step(engine):
     async def leave() -> float:
-        async with engine.client.submit([1] * 100, SamplingParams(max_tokens=300)) as stream:
+        with Reading(engine.client.submit([1] * 100, SamplingParams(max_tokens=300))) as stream:
             await anext(stream)
             assert engine.client.stats.blocks_used >= 2
         start = time.perf_counter()
@@ -112,7 +115,8 @@ def test_a_reader_that_leaves_frees_its_blocks_within_a_step(engine):
 
 def test_a_reader_that_does_not_read_holds_nobody_up(engine):
     async def run() -> None:
-        slow = engine.client.submit([5, 6], SamplingParams(max_tokens=200, ignore_eos=True))
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        slow = Reading(engine.client.submit([5, 6], params))
         await read(engine.client, [7, 8], SamplingParams(max_tokens=250, ignore_eos=True))
         await idle(engine.client)
         (delta,) = [delta async for delta in slow]
@@ -157,7 +161,8 @@ def test_a_killed_engine_is_noticed_at_once(engine):
     client, process = engine.client, engine.process
 
     async def kill() -> float:
-        stream = client.submit([5, 6], SamplingParams(max_tokens=400, ignore_eos=True))
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        stream = Reading(client.submit([5, 6], params))
         await anext(stream)
         start = time.perf_counter()
         os.kill(process.pid, signal.SIGKILL)

@@ -7,11 +7,10 @@ from itertools import pairwise
 import pytest
 
 from inference.server.tools.parser import (
+    FORMATS,
     CallDelta,
-    ContentDelta,
     ToolParser,
     join_deltas,
-    tool_formats,
 )
 
 DEEP = '{"a": ' * 200
@@ -102,7 +101,7 @@ FOUND += [(name, text, text, []) for name, texts in TEXTS.items() for text in te
 
 def read(name, pieces, **options):
     """An answer read in pieces: its text, calls, whether any is whole, and the deltas."""
-    parser = ToolParser(tool_formats()[name], ["add", "find"], **options)
+    parser = ToolParser(FORMATS[name], ["add", "find"], **options)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
     text, calls = join_deltas(deltas)
     return text, [(call.name, call.arguments) for call in calls], parser.called, deltas
@@ -150,7 +149,7 @@ def test_random_texts_of_markers_and_json_lose_nothing_but_white_space():
     chance = random.Random(0)
     for _ in range(3000):
         answer = "".join(chance.choices(parts, k=chance.randint(1, 14)))
-        for name in tool_formats():
+        for name in FORMATS:
             text, calls, called, _ = read(name, [answer])
             assert (text, calls, called) == read(name, answer)[:3]
             if not calls:
@@ -161,7 +160,7 @@ def test_random_texts_of_markers_and_json_lose_nothing_but_white_space():
 def test_a_streamed_call_has_its_index_and_its_id_and_name_once():
     answer = "Yes. " + '<tool_call>{"name": "add", "arguments": {"a": "long text"}}</tool_call>' * 2
     deltas = read("hermes", answer)[3]
-    texts = [delta.text for delta in deltas if isinstance(delta, ContentDelta)]
+    texts = [delta for delta in deltas if isinstance(delta, str)]
     assert "".join(texts) == "Yes."
     calls = [delta for delta in deltas if isinstance(delta, CallDelta)]
     assert [(delta.index, delta.name) for delta in calls if delta.id] == [(0, "add"), (1, "add")]
@@ -175,7 +174,7 @@ def test_one_call_is_enough_where_several_are_not_wanted():
     answer = '{"name": "add", "parameters": {}}; {"name": "find", "parameters": {}} and'
     for pieces in ([answer], answer):
         assert read("llama3", pieces, parallel=False)[:3] == (None, [("add", "{}")], True)
-    parser = ToolParser(tool_formats()["llama3"], ["add"], parallel=False)
+    parser = ToolParser(FORMATS["llama3"], ["add"], parallel=False)
     parser.feed('{"name": "add", "parameters": {')
     assert not parser.done
     parser.feed("}")

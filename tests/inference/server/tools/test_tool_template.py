@@ -29,7 +29,7 @@ def tokenizer(make_model):
 def test_the_template_tells_the_format(tokenizer, template, told, name):
     tokenizer.chat_template = template
     support = tool_support(tokenizer)
-    assert (support.told, support.tool_format and support.tool_format.name) == (told, name)
+    assert (support.declared, support.tool_format and support.tool_format.name) == (told, name)
 
 
 def test_settings_may_name_the_format(tokenizer):

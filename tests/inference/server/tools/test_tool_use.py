@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from formats.errors import RequestError
 from inference.server.schema.chat import MOST_TOOLS, ToolFields
-from inference.server.tools.parser import tool_formats
+from inference.server.tools.parser import FORMATS
 from inference.server.tools.use import ToolSupport, ToolUse
 
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -22,7 +22,7 @@ def fields(*functions, **other):
 
 
 def support(name):
-    return ToolSupport(True, tool_formats()[name])
+    return ToolSupport(True, FORMATS[name])
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,13 @@ from formats.chat_template import (
 from formats.errors import RequestError, suggestion
 from inference.prompts import PromptFormat
 from inference.requests.request import check_tokens
-from inference.server.engine_client import ServedEngine
-from inference.server.generation.logprobs import TokenTexts
-from inference.server.http.errors import ApiError
+from inference.server.data_parallel.fleet import ServedEngine
+from inference.server.http.responses import ApiError
+from inference.server.logprobs import TokenTexts
 from inference.server.metrics import Metrics
+from inference.server.schema.chat import AnyMessage, TemplateBody, template_messages
 from inference.server.settings import ServerSettings
-from inference.server.tools.use import tool_support
+from inference.server.tools.use import ToolUse, tool_support
 
 Chat = list[dict[str, Any]]
 Place = tuple[int, str, int | None]  # of a message, its field, and the number of a call
@@ -197,14 +198,16 @@ class ServedModel:
         if settings.chat_template is not None:
             self._encoder.chat_template = settings.chat_template
         self.has_template = has_chat_template(self._encoder)
-        if self.has_template:
-            _check_template(self._encoder)
+        try:
+            if self.has_template:
+                check_chat_template(self._encoder)
+        except ValueError as error:
+            message = f"{error}. Mend it, or give another: --chat-template FILE"
+            raise RequestError(message) from error
         self._variables = template_variables(self._encoder) if self.has_template else frozenset()
         self.tools = tool_support(self._encoder, settings.tool_format)
         self._format = PromptFormat.of(
-            self._encoder,
-            raw=True,
-            special_tokens_in_content=settings.special_tokens_in_content,
+            self._encoder, raw=True, special_tokens_in_content=settings.special_tokens_in_content
         )
         self._longest = max(map(len, self._encoder.get_vocab()))
         self._thread = ThreadPoolExecutor(1, "tokenizer")
@@ -245,18 +248,11 @@ class ServedModel:
         return self._format.continuation_tokens(prompt)
 
     def _check_text(self, text: str, param: str) -> None:
-        """Refuse a text that is too long in any case, before it holds up those after it.
-
-        Raises:
-            ApiError: 400: so few tokens as the context has cannot spell it.
-        """
+        """Refuse a text that is too long for the context in any case, before it is encoded."""
         most = self.client.info.max_model_len
         if len(text) > most * self._longest * SHORTENED:
-            message = (
-                f"{param}: it has {len(text)} characters, and this model's maximum context length "
-                f"is {most} tokens, each of at most {self._longest}; shorten it"
-            )
-            raise ApiError(400, message, param, "context_length_exceeded")
+            which = f"each of at most {self._longest}"
+            raise _too_long(param, f"{len(text)} characters", most, which)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a prompt's token ids, without special tokens; for the tokenizer's thread.
@@ -268,22 +264,14 @@ class ServedModel:
         return self._encoder.decode(list(tokens), skip_special_tokens=True)
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any] | None = None,
-        *,
-        answer: bool = True,
-        go_on: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[AnyMessage], body: TemplateBody, tools: ToolUse | None
     ) -> list[int]:
         """Token ids of a chat by the model's template; for the tokenizer's thread.
 
         Args:
-            messages: The chat, as templates take it.
-            variables: Of the template.
-            answer: End where the assistant's answer begins.
-            go_on: End within the last message instead.
-            tools: Functions that the template tells of.
+            messages: The chat.
+            body: How it is written.
+            tools: What the template tells the model of, if anything.
 
         Raises:
             ApiError, RequestError: there is no template, it refuses the chat or leaves something of
@@ -295,30 +283,33 @@ class ServedModel:
                 "--chat-template FILE, or complete text: POST /v1/completions",
                 "messages",
             )
-        check_variables(variables or {}, self._variables)
+        answer, go_on = body.add_generation_prompt, body.continue_final_message
+        options = dict(body.chat_template_kwargs or {})
+        check_variables(options, self._variables)
         if answer and go_on:
             raise RequestError(
                 "continue_final_message: the answer either begins or goes on; with it, set "
                 "add_generation_prompt to false",
                 "continue_final_message",
             )
-        if "developer" not in str(self._encoder.chat_template):
-            messages = [_without_developer(message) for message in messages]
-        options = dict(variables or {})
         if go_on:
             options["continue_final_message"] = True
+        chat = template_messages(messages)
+        if "developer" not in str(self._encoder.chat_template):  # the newer name of `system`
+            for message in chat:
+                if message["role"] == "developer":
+                    message["role"] = "system"
+        more = {"tools": tools and tools.tools, "answer": answer}
 
         def render(chat: Sequence[Mapping[str, Any]]) -> str:
-            return render_chat(self._encoder, chat, options, tools=tools, answer=answer)
+            return render_chat(self._encoder, chat, options, **more)
 
         def check(text: str) -> None:
             self._check_text(text, "messages")
-            check_used(render, messages, text)
+            check_used(render, chat, text)
 
         try:
-            return self._format.chats.tokens(
-                messages, options, tools=tools, answer=answer, check=check
-            )
+            return self._format.chats.tokens(chat, options, **more, check=check)
         except ValueError as error:
             raise RequestError(f"messages: {error}", "messages") from error
 
@@ -341,11 +332,7 @@ class ServedModel:
         """
         most = self.client.info.max_model_len
         if tokens >= most:
-            message = (
-                f"{param}: it has {tokens} tokens, and this model's maximum context length is "
-                f"{most} tokens, of which one is for the answer; shorten it"
-            )
-            raise ApiError(400, message, param, "context_length_exceeded")
+            raise _too_long(param, f"{tokens} tokens", most, "of which one is for the answer")
         return most - tokens
 
     def close(self) -> None:
@@ -353,13 +340,9 @@ class ServedModel:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _check_template(tokenizer: Any) -> None:
-    try:
-        check_chat_template(tokenizer)
-    except ValueError as error:
-        raise RequestError(f"{error}. Mend it, or give another: --chat-template FILE") from error
-
-
-def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`developer` is the newer name of `system`; a template that does not know it may drop it."""
-    return {**message, "role": "system"} if message["role"] == "developer" else message
+def _too_long(param: str, found: str, most: int, which: str) -> ApiError:
+    message = (
+        f"{param}: it has {found}, and this model's maximum context length is {most} tokens, "
+        f"{which}; shorten it"
+    )
+    return ApiError(400, message, param, "context_length_exceeded")

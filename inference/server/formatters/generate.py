@@ -1,0 +1,108 @@
+"""`/generate` and `/generate/stream`: ports of ColossalAI's inference server.
+
+An answer is {"text": ...} without the prompt; a stream is such objects, each with the whole text so
+far and ended by a NUL byte.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inference.requests.request import SamplingParams
+from inference.server.call import Call
+from inference.server.formatters.formatter import Formatter, answer
+from inference.server.http.responses import dumps, unless_gone
+from inference.server.schema.generation import LIMITS, Body, Int
+from inference.server.served_model import ServedModel
+from inference.server.stream import Delta
+
+
+class GenerateBody(Body):
+    """The body of `/generate`: a prompt, and fields of transformers' generation config.
+
+    Attributes:
+        prompt: A text, completed as it stands.
+        stream: Answer in parts, each a JSON object and a NUL byte; also as the text "true".
+        max_new_tokens: Most tokens of the answer.
+        do_sample: Sample; otherwise the likeliest token is taken.
+        temperature: Of sampling.
+        top_k: Of the likeliest tokens, so many; 0: all.
+        top_p: Of the likeliest tokens, as few as reach this probability.
+        min_p: Only tokens at least so likely as this part of the likeliest one's probability.
+        repetition_penalty: Divides the logits of tokens of prompt and answer.
+        num_beams: Search with so many beams instead.
+        length_penalty: Of a beam search.
+        early_stopping: Of a beam search.
+        seed: Of the random numbers.
+        stop: Texts that end the answer.
+    """
+
+    prompt: str = Field(min_length=1)
+    stream: bool | Literal["true", "false", "True", "False"] = False
+    max_new_tokens: Int = Field(default=128, ge=1, lt=2**31)
+    do_sample: bool = False
+    temperature: float = Field(default=1.0, ge=1e-10, le=1e10)
+    top_k: Int = Field(default=0, ge=0, lt=2**31)
+    top_p: float = Field(default=1.0, ge=1e-10, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, ge=1e-10, le=1e10)
+    num_beams: Int = Field(default=1, ge=1, le=LIMITS.beam_width)
+    length_penalty: float = Field(default=1.0, ge=-10, le=10)
+    early_stopping: bool | Literal["never"] = False
+    seed: Int | None = Field(default=None, ge=0, lt=2**63)
+    stop: list[str] = Field(default=[], max_length=LIMITS.stops)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer comes in parts."""
+        return self.stream if isinstance(self.stream, bool) else self.stream.lower() == "true"
+
+
+SAME = "top_k top_p min_p repetition_penalty seed".split()
+
+
+async def generate(request: Request, served: ServedModel, body: GenerateBody) -> Response:
+    """Answer `POST /generate`."""
+    return await _answer(request, served, body, stream=body.streams)
+
+
+async def generate_stream(request: Request, served: ServedModel, body: GenerateBody) -> Response:
+    """Answer `POST /generate/stream`."""
+    return await _answer(request, served, body, stream=True)
+
+
+async def _answer(
+    request: Request, served: ServedModel, body: GenerateBody, *, stream: bool
+) -> Response:
+    prompt = await unless_gone(request, served.in_thread(lambda: served.encode(body.prompt)))
+    params = SamplingParams(
+        max_tokens=min(body.max_new_tokens, served.check_length(len(prompt), "prompt")),
+        temperature=body.temperature if body.do_sample else 0.0,
+        **body.model_dump(include={*SAME}),
+    )
+    call = Call(served, [prompt], [params], tuple(body.stop))
+    return await answer(request, GenerateFormatter(call), stream=stream)
+
+
+class GenerateFormatter(Formatter):
+    """Writes texts."""
+
+    done = quiet = b""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._text = ""
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        [made] = await self.call.answers()
+        return {"text": made.text}
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        """All of the text so far."""
+        self._text += delta.text
+        return dumps({"text": self._text}).encode() + b"\0"

@@ -1,1 +1,0 @@
-"""One file a format in which models write calls; each holds a `FORMAT`."""
