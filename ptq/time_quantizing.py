@@ -4,10 +4,10 @@
     python -m ptq.time_quantizing a8w8c8 --blocks 4 --set 'methods.0={smoothquant: {alpha: 0.9}}'
     python -m ptq.time_quantizing w4_gptq --blocks 6 --gpus 1 4
 
-With `--gpus` it is run once on each of these numbers of GPUs, and told beside the first: the share
+With `--gpus` it is run once on each of these numbers of GPUs, and shown beside the first: the share
 of its time, and whether the checkpoint has the same bytes. `--cpus` does the same without GPUs.
 
-With fewer blocks than the shape has, the whole is told from what one of them takes. The model is
+With fewer blocks than the shape has, the whole is estimated from what one takes. The model is
 written below the folder once; the checkpoint that is made is removed.
 """
 
@@ -28,7 +28,7 @@ import torch
 from calibrate.data import TokenSet
 from formats.command import CommandParser, count, run_command
 from formats.files import sha256_file
-from inference.bench.random_checkpoint import random_checkpoint
+from inference.bench.random_model import random_checkpoint
 from inference.bench.shapes import read_shape
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.plan import plan_recipe

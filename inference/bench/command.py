@@ -14,10 +14,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 from formats.command import CommandParser, count, device
+from formats.errors import EngineError
+from formats.files import replace_file
 from formats.gguf.locate import locate_model
 from inference.arguments import (
     add_adapter_argument,
@@ -28,21 +31,61 @@ from inference.arguments import (
 from inference.bench.peers.runtimes import RUNTIMES
 from inference.bench.shapes import SHAPES, read_scheme, read_shape
 
+AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 TASKS = ("editing", "repeated")
+SCHEMES = ("a8w8c8", "fp8_c8", "w4c8", "a8w4c8_two_level", "float")  # of `--steps`
 MODES = {
     "--steps": (
-        "inference.bench.steps_command:main",
+        "inference.bench.command:measure_steps",
         "steps of models of random weights on a GPU: a table of tokens/s by scheme",
     ),
     "--kernels": (
         "kernels.bench.command:kernels",
         "single kernels beside their floor and what torch has, on a GPU or a CPU",
     ),
-    "--tune": (
-        "kernels.bench.command:tune",
-        "tiles of GPU kernels: writes the device's table",
-    ),
+    "--tune": ("kernels.bench.command:tune", "tiles of GPU kernels: writes the device's table"),
 }
+REQUESTS = """\
+Measure tokens per second, latencies and memory of whole requests, at fixed lengths: models
+take turns (A B A B ...), each in a process of its own."""
+ABOUT_FIGURES = """\
+Every request has as many prompt tokens, drawn at random, and generates as many new ones: end tokens
+are ignored. Tokens/s are medians of the repeated runs, with the least and greatest in brackets;
+latencies are percentiles over all requests; ratios are those of single turns."""
+ABOUT_JSON = (
+    "write the figures here too: `results`, a row for each load and model (of drafts, `drafts`: "
+    "steps with any, those proposed and accepted by position, tokens a step), `ratios`, `notes`, "
+    "`environment`"
+)
+ABOUT_ACCEPTANCE = (
+    "fake drafts, --depth of them, so that a request gains so many tokens a step: what speculation "
+    "would bring a model whose weights are random here. With --depth auto as many are right as "
+    "give so many tokens at a depth of 4"
+)
+ABOUT_TASKS = (
+    "instead of random prompts, text where --speculate pays, with and without drafts in turns. "
+    "editing: functions of Python's standard library, each to be written again with a variable "
+    "renamed; outputs are forced, by making the logit of the edited text's next token the "
+    "largest, with drafts and without, as models this small make no such edit (on a CPU). "
+    "repeated: the model continues first halves of such functions by --new tokens, and each run "
+    "asks for the same again. --prompt says nothing of either"
+)
+EDITS_WITH_SUFFIX = (
+    "--task editing has the same edits in every run, which suffix would know from the run before: "
+    "it is for drafts from a request's own text; give --task repeated"
+)
+STEPS = """\
+Steps of a model of random weights on a GPU, one by one.
+
+    ptq bench --steps --schemes a8w8c8 w4c8 float --batch 1 16 64 --json steps.json
+
+For every scheme and batch: the median step with a cache that holds --context tokens of each
+sequence; the same step's CUDA graph alone; what the host does in a step that is not waiting; then a
+prefill of 8 prompts of 1024 tokens, the first token of one prompt of 128, and the peak of the GPU's
+memory. A scheme that does not fit is told, and the others are measured. Whole requests are measured
+by `ptq bench --shape llama-3-8b --scheme a8w8c8 --device cuda`. With --host only what the host does
+is measured, with a device that gives fixed tokens at once: without a GPU, of no shape or scheme.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,92 +105,54 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The arguments of the mode without a name."""
     made = CommandParser(
-        prog="ptq bench",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Measure tokens per second, latencies and memory of whole requests, at fixed "
-        "lengths: models\ntake turns (A B A B ...), each in a process of its own.",
-        epilog="Every request has as many prompt tokens, drawn at random, and generates as many "
-        "new ones: end tokens\nare ignored. Tokens/s are medians of the repeated runs, with the "
-        "least and greatest in brackets;\nlatencies are percentiles over all requests; ratios are "
-        "those of single turns.",
+        prog="ptq bench", formatter_class=AS_WRITTEN, description=REQUESTS, epilog=ABOUT_FIGURES
     )
-    made.add_argument(
-        "checkpoint", type=Path, nargs="?", help="folder of a quantized or float model"
-    )
-    made.add_argument("--against", type=Path, metavar="ORIGINAL", help="compare with this model")
-    made.add_argument(
-        "--against-kv",
-        choices=["float32", "bfloat16"],
-        action="append",
-        default=[],
-        help="compare with the same model and a cache of this type",
-    )
-    made.add_argument(
-        "--against-transformers-code",
-        action="store_true",
-        help="compare with the same model run by transformers' own code",
-    )
-    made.add_argument(
-        "--device", type=device, default="cpu", help="cpu (the default), cuda or cuda:N"
-    )
-    made.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16], metavar="N")
-    made.add_argument("--prompt", type=count, default=128, metavar="TOKENS")
-    made.add_argument("--new", type=count, default=64, metavar="TOKENS", help="at least 2")
-    made.add_argument("--warmup", type=count, default=1, metavar="RUNS")
-    made.add_argument("--repeats", type=count, default=3, metavar="RUNS")
-    made.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write the figures here too: `results`, a row for each load and model "
-        "(of drafts, `drafts`: steps with any, those proposed and accepted by position, tokens a "
-        "step), `ratios`, `notes`, `environment`",
-    )
+    add = made.add_argument
+    add("checkpoint", type=Path, nargs="?", help="folder of a quantized or float model")
+    add("--against", type=Path, metavar="ORIGINAL", help="compare with this model")
+    kinds, cache = ["float32", "bfloat16"], "compare with the same model and a cache of this type"
+    add("--against-kv", choices=kinds, action="append", default=[], help=cache)
+    code = "compare with the same model run by transformers' own code"
+    add("--against-transformers-code", action="store_true", help=code)
+    add("--device", type=device, default="cpu", help="cpu (the default), cuda or cuda:N")
+    add("--batch", type=count, nargs="+", default=[1, 4, 16], metavar="N")
+    add("--prompt", type=count, default=128, metavar="TOKENS")
+    add("--new", type=count, default=64, metavar="TOKENS", help="at least 2")
+    add("--warmup", type=count, default=1, metavar="RUNS")
+    add("--repeats", type=count, default=3, metavar="RUNS")
+    add("--json", type=Path, metavar="FILE", help=ABOUT_JSON)
     add_invariant_argument(made)
     add_parallel_argument(made)
     add_speculate_arguments(made)
     add_adapter_argument(made, "Requests take turns with them, beside the same without any")
-    made.add_argument(
-        "--acceptance",
-        type=float,
-        metavar="TOKENS",
-        help="fake drafts, --depth of them, so that a request gains so many tokens a step: what "
-        "speculation would bring a model whose weights are random here. With --depth auto as many "
-        "are right as give so many tokens at a depth of 4",
-    )
-    made.add_argument(
-        "--task",
-        choices=TASKS,
-        help="instead of random prompts, text where --speculate pays, with and without drafts in "
-        "turns. editing: functions of Python's standard library, each to be written again with a "
-        "variable renamed; outputs are forced, by making the logit of the edited text's next token "
-        "the largest, with drafts and without, as models this small make no such edit (on a CPU). "
-        "repeated: the model continues first halves of such functions by --new tokens, and each "
-        "run asks for the same again. --prompt says nothing of either",
-    )
+    add("--acceptance", type=float, metavar="TOKENS", help=ABOUT_ACCEPTANCE)
+    add("--task", choices=TASKS, help=ABOUT_TASKS)
     modes = made.add_argument_group("other modes, each with arguments and a --help of its own")
     for mode, (_, text) in MODES.items():
         modes.add_argument(mode, action="store_true", help=text)
-    _add_shape_arguments(made)
-    _add_peer_arguments(made)
+    add = made.add_argument_group("random weights instead of a checkpoint").add_argument
+    add("--shape", help=f"{', '.join(SHAPES)}, or a config.json or a folder that holds one")
+    add("--scheme", help="a preset of recipes, such as a8w4, or float for bf16")
+    add("--quantize-head", action="store_true", help="int8 head, inputs per token")
+    kept = "keep what is made there; default: nothing is kept"
+    add("--work", type=Path, metavar="DIR", help=kept)
+    others = made.add_argument_group("other runtimes, on random weights of the same shape")
+    add, peers = others.add_argument, RUNTIMES.values()
+    names = f"{', '.join(RUNTIMES)}; PYTHON is the interpreter of an environment that has it"
+    add("--peer", action="append", default=[], metavar="NAME[=PYTHON]", help=names)
+    formats = f"their weights: {', '.join(name for peer in peers for name in peer.formats)}"
+    add("--peer-format", nargs="+", default=[], metavar="FORMAT", help=formats)
+    caches = ", ".join(dict.fromkeys(name for peer in peers for name in peer.caches))
+    add("--peer-kv", nargs="+", default=[], metavar="TYPE", help=f"their cache: {caches}")
     return made
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of the mode without a name that fit each other."""
     arguments = (own := parser()).parse_args(argv)
-    if arguments.new < 2:
-        own.error("--new must be at least 2: one token has no time between tokens")
-    if (arguments.checkpoint is None) == (arguments.shape is None):
-        own.error("give the folder of a checkpoint, or --shape for one of random weights")
-    if (arguments.shape is None) != (arguments.scheme is None):
-        own.error("--shape and --scheme go together")
-    if arguments.quantize_head and arguments.shape is None:
-        own.error("--quantize-head is for --shape: a checkpoint has the head that it has")
-    if arguments.task is not None:
-        _check_task(own, arguments)
-    if arguments.adapter and (arguments.task is not None or arguments.peer):
-        own.error("--adapter is measured beside the same without: leave --task and --peer out")
+    for wrong, message in _rules(arguments):
+        if wrong:
+            own.error(message)
     for model in (arguments.checkpoint, arguments.against):
         if model is not None:
             locate_model(model)
@@ -157,49 +162,79 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _check_task(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """A task measures one checkpoint, with drafts and without."""
-    if arguments.checkpoint is None:
-        own.error("--task needs a checkpoint: random weights have no text")
-    if arguments.speculate is None:
-        own.error("--task shows what --speculate gives: give it, too")
-    if arguments.task == "editing" and arguments.speculate[0] == "suffix":
-        own.error(
-            "--task editing has the same edits in every run, which suffix would know from the run "
-            "before: it is for drafts from a request's own text; give --task repeated"
-        )
-    if arguments.against is not None or arguments.peer:
-        own.error("--task has tokens of one checkpoint: leave --against and --peer out")
-    if arguments.task == "editing" and arguments.device != "cpu":
-        own.error("--task editing forces outputs on the host: leave --device out")
+def _rules(own: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """What does not fit, and what to say of it."""
+    shape, task, edits = own.shape is not None, own.task is not None, own.task == "editing"
+    yield own.new < 2, "--new must be at least 2: one token has no time between tokens"
+    one = "give the folder of a checkpoint, or --shape for one of random weights"
+    yield shape == (own.checkpoint is not None), one
+    yield shape != (own.scheme is not None), "--shape and --scheme go together"
+    head = "--quantize-head is for --shape: a checkpoint has the head that it has"
+    yield own.quantize_head and not shape, head
+    yield task and shape, "--task needs a checkpoint: random weights have no text"
+    yield task and own.speculate is None, "--task shows what --speculate gives: give it, too"
+    yield edits and (own.speculate or "?")[0] == "suffix", EDITS_WITH_SUFFIX
+    beside = "--task has tokens of one checkpoint: leave --against and --peer out"
+    yield task and (own.against is not None or bool(own.peer)), beside
+    host = "--task editing forces outputs on the host: leave --device out"
+    yield edits and own.device != "cpu", host
+    adapters = "--adapter is measured beside the same without: leave --task and --peer out"
+    yield bool(own.adapter) and (task or bool(own.peer)), adapters
 
 
-def _add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("random weights instead of a checkpoint")
-    group.add_argument(
-        "--shape", help=f"{', '.join(SHAPES)}, or a config.json or a folder that holds one"
-    )
-    group.add_argument("--scheme", help="a preset of recipes, such as a8w4, or float for bf16")
-    group.add_argument("--quantize-head", action="store_true", help="int8 head, inputs per token")
-    group.add_argument(
-        "--work", type=Path, metavar="DIR", help="keep what is made there; default: nothing is kept"
-    )
+def steps_parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq bench --steps`."""
+    made = CommandParser(prog="ptq bench --steps", description=STEPS, formatter_class=AS_WRITTEN)
+    add = made.add_argument
+    add("--shape", default="llama-3-8b", help=f"{', '.join(SHAPES)}, or the path of a config.json")
+    add("--schemes", nargs="+", default=SCHEMES, help="presets of recipes, or float for bf16")
+    heads = "measure each scheme with each of these for lm_head, such as float w8"
+    add("--heads", nargs="+", default=[], metavar="SCHEME", help=heads)
+    add("--batch", type=count, nargs="+", default=[1, 16, 64], metavar="N")
+    add("--context", type=count, default=4048, metavar="TOKENS")
+    ranks = "cut the model among N GPUs, whose first one is told of"
+    add("--tensor-parallel", type=count, default=1, metavar="N", help=ranks)
+    add("--host", action="store_true", help="the host alone, without a GPU")
+    add("--json", type=Path, metavar="FILE", help="write the figures here too")
+    return made
 
 
-def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("other runtimes, on random weights of the same shape")
-    group.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="NAME[=PYTHON]",
-        help=f"{', '.join(RUNTIMES)}; PYTHON is the interpreter of an environment that has it",
-    )
-    formats = ", ".join(name for peer in RUNTIMES.values() for name in peer.formats)
-    caches = ", ".join(dict.fromkeys(name for peer in RUNTIMES.values() for name in peer.caches))
-    group.add_argument(
-        "--peer-format", nargs="+", default=[], metavar="FORMAT", help=f"their weights: {formats}"
-    )
-    group.add_argument(
-        "--peer-kv", nargs="+", default=[], metavar="TYPE", help=f"their cache: {caches}"
-    )
+def measure_steps(argv: Sequence[str] | None = None) -> int:
+    """`ptq bench --steps`: scheme by scheme, all in one process; 1 where one did not fit."""
+    arguments = steps_parser().parse_args(argv)
+    if arguments.host:
+        from inference.bench.steps import measure_host
+
+        for batch in arguments.batch:
+            us = measure_host(batch, arguments.context)
+            text = f"{us:6.0f} us a step, {us / batch:.2f} us a sequence"
+            print(f"host alone, batch {batch:3}: {text}", flush=True)
+        return 0
+    read_shape(arguments.shape)
+    for scheme in (*arguments.schemes, *arguments.heads):
+        read_scheme(scheme)
+    import torch
+
+    from inference.backend import require_device
+    from inference.bench import steps
+
+    require_device("cuda")
+    print(device_name := torch.cuda.get_device_name(), flush=True)
+    found: list[steps.Figures] = []
+    missing: dict[str, str] = {}
+    sizes = arguments.batch, arguments.context
+    for scheme, head in product(dict.fromkeys(arguments.schemes), arguments.heads or [None]):
+        try:
+            ranks = arguments.tensor_parallel
+            found.append(steps.measure(arguments.shape, scheme, *sizes, head, ranks))
+        except EngineError as error:
+            name = scheme if head is None else f"{scheme}, head {head}"
+            missing[name] = str(error)
+            print(f"{name}: {error}", flush=True)
+        else:
+            print("\n".join(steps.describe(found[-1])), flush=True)
+    print(f"\n{steps.table(found, arguments.context)}")
+    if arguments.json is not None:
+        text = steps.to_json(device_name, arguments.shape, arguments.context, found, missing)
+        replace_file(arguments.json, text.encode())
+    return 1 if missing else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from formats.errors import RequestError
 from formats.scheme import Strict
 from inference.bench.load import Load, Run
 from inference.speculate.counts import DraftCounts
-from kernels.bench.timing import in_turns
+from kernels.bench.case import in_turns
 
 
 class Spread(Strict):
@@ -30,6 +30,17 @@ class Spread(Strict):
     low: float
     high: float
 
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Of one value a run."""
+        each = list(values)
+        return cls(median=statistics.median(each), low=min(each), high=max(each))
+
+    def text(self, digits: int, unit: str = "") -> str:
+        """For a terminal."""
+        low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
+        return f"{self.median:.{digits}f}{unit} [{low}-{high}]"
+
 
 class Percentiles(Strict):
     """Percentiles over all requests of all repeated runs."""
@@ -37,6 +48,17 @@ class Percentiles(Strict):
     p50: float
     p90: float
     p99: float
+
+    @classmethod
+    def of_ms(cls, seconds: Iterable[list[float]]) -> Percentiles:
+        """Milliseconds, of the seconds of each run's requests."""
+        flat = np.concatenate([np.array(row) for row in seconds])
+        p50, p90, p99 = (1000 * np.quantile(flat, [0.5, 0.9, 0.99])).tolist()
+        return cls(p50=p50, p90=p90, p99=p99)
+
+    def text(self) -> str:
+        """For a terminal."""
+        return f"{self.p50:.1f} / {self.p90:.1f} / {self.p99:.1f}"
 
 
 class Drafts(Strict):
@@ -111,19 +133,19 @@ class Ratio(Strict):
 
 def summarize(load: Load, runs: Sequence[Run]) -> Speed:
     """Put repeated runs of one load together."""
-    prompt = load.all_prompt_tokens
+    prompt, last, counts = load.all_prompt_tokens, runs[-1], drafts_of(runs)
     return Speed(
         **load.model_dump(exclude={"token", "task"}),
         requests=None if load.task is None else len(load.task.prompts),
         repeats=len(runs),
-        prefill_tokens_s=_spread([prompt / run.prefill_s for run in runs]),
-        decode_tokens_s=_spread([_decode_speed(run) for run in runs]),
-        first_token_ms=_percentiles_ms([run.first_token_s for run in runs]),
-        per_token_ms=_percentiles_ms([run.per_token_s for run in runs]),
-        peak_memory_bytes=runs[-1].peak_memory_bytes,
-        kv_bytes_per_token=runs[-1].kv_bytes_per_token,
-        weight_bytes=runs[-1].weight_bytes,
-        drafts=_drafts(drafts_of(runs)),
+        prefill_tokens_s=Spread.of(prompt / run.prefill_s for run in runs),
+        decode_tokens_s=Spread.of(run.decode_tokens_s for run in runs),
+        first_token_ms=Percentiles.of_ms(run.first_token_s for run in runs),
+        per_token_ms=Percentiles.of_ms(run.per_token_s for run in runs),
+        peak_memory_bytes=last.peak_memory_bytes,
+        kv_bytes_per_token=last.kv_bytes_per_token,
+        weight_bytes=last.weight_bytes,
+        drafts=_drafts(counts) if counts.proposed else None,
     )
 
 
@@ -132,48 +154,26 @@ def drafts_of(runs: Sequence[Run]) -> DraftCounts:
     return sum((run.drafts for run in runs), start=DraftCounts())
 
 
-def _drafts(counts: DraftCounts) -> Drafts | None:
-    if not counts.proposed:
-        return None
+def _drafts(counts: DraftCounts) -> Drafts:
     deepest = max((i + 1 for i, count in enumerate(counts.proposed) if count), default=0)
-    return Drafts(
-        steps=counts.steps,
-        proposed=counts.proposed[:deepest],
-        accepted=counts.accepted[:deepest],
-        tokens_per_step=counts.tokens_per_step,
-    )
-
-
-def _spread(values: list[float]) -> Spread:
-    return Spread(median=statistics.median(values), low=min(values), high=max(values))
-
-
-def _percentiles_ms(seconds: list[list[float]]) -> Percentiles:
-    flat = np.concatenate([np.array(row) for row in seconds])
-    p50, p90, p99 = (1000 * np.quantile(flat, [0.5, 0.9, 0.99])).tolist()
-    return Percentiles(p50=p50, p90=p90, p99=p99)
+    proposed, accepted = (c[:deepest] for c in (counts.proposed, counts.accepted))
+    own = {"steps": counts.steps, "tokens_per_step": counts.tokens_per_step}
+    return Drafts(proposed=proposed, accepted=accepted, **own)
 
 
 def compare_turns(
     load: Load, model: tuple[str, Sequence[Run]], reference: tuple[str, Sequence[Run]]
 ) -> Ratio:
-    """Ratios of runs of one load that took turns: the n-th of a model to the n-th of another.
-
-    What the machine does meanwhile hits both runs of a turn alike, so that their ratio is steadier
-    than the speeds themselves.
-    """
-    turns = list(zip(reference[1], model[1], strict=True))
+    """Ratios of runs of one load that took turns, the n-th of a model to the n-th of another: these
+    are steadier than the speeds themselves."""
+    turns = list(zip(model[1], reference[1], strict=True))
     return Ratio(
         batch=load.batch,
         model=model[0],
         reference=reference[0],
-        prefill=_spread([theirs.prefill_s / ours.prefill_s for theirs, ours in turns]),
-        decode=_spread([_decode_speed(ours) / _decode_speed(theirs) for theirs, ours in turns]),
+        prefill=Spread.of(theirs.prefill_s / ours.prefill_s for ours, theirs in turns),
+        decode=Spread.of(ours.decode_tokens_s / theirs.decode_tokens_s for ours, theirs in turns),
     )
-
-
-def _decode_speed(run: Run) -> float:
-    return run.decode_tokens / run.decode_s
 
 
 def describe(
@@ -206,57 +206,37 @@ def describe(
 
 
 def _ratio_text(ratio: Ratio) -> str:
+    prefill, decode = ratio.prefill.text(2, "x"), ratio.decode.text(2, "x")
     return (
-        f"batch {ratio.batch}: {ratio.model} runs prefill at {_times_text(ratio.prefill)} and "
-        f"decode at {_times_text(ratio.decode)} the speed of {ratio.reference}"
+        f"batch {ratio.batch}: {ratio.model} runs prefill at {prefill} and decode at {decode} the "
+        f"speed of {ratio.reference}"
     )
 
 
-def _times_text(spread: Spread) -> str:
-    return f"{spread.median:.2f}x [{spread.low:.2f}-{spread.high:.2f}]"
-
-
 def _row(name: str, speed: Speed) -> dict[str, str | int]:
+    prefill, decode = speed.prefill_tokens_s, speed.decode_tokens_s
     return {
         "model": name,
         "batch": speed.batch,
-        "prefill tokens/s": _spread_text(speed.prefill_tokens_s),
-        "decode tokens/s": _spread_text(speed.decode_tokens_s),
-        "first token": _percentiles_text(speed.first_token_ms),
-        "per token": _percentiles_text(speed.per_token_ms),
+        "prefill tokens/s": prefill.text(int(prefill.median < 100)),
+        "decode tokens/s": decode.text(int(decode.median < 100)),
+        "first token": speed.first_token_ms.text(),
+        "per token": speed.per_token_ms.text(),
         "peak memory": f"{speed.peak_memory_bytes / 1e6:.0f} MB",
         "KV/token": f"{speed.kv_bytes_per_token} B",
         "weights": f"{speed.weight_bytes / 1e6:.1f} MB",
     }
 
 
-def _spread_text(spread: Spread) -> str:
-    digits = 0 if spread.median >= 100 else 1
-    return f"{spread.median:.{digits}f} [{spread.low:.{digits}f}-{spread.high:.{digits}f}]"
-
-
-def _percentiles_text(ms: Percentiles) -> str:
-    return f"{ms.p50:.1f} / {ms.p90:.1f} / {ms.p99:.1f}"
-
-
 def environment(device: str = "cpu") -> dict[str, str | int]:
     """What measured times depend on beside the model: processor, GPU, threads, versions."""
-    own = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}
-    return {
-        "processor": _processor(),
-        **own,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _processor() -> str:
-    """The processor's name; Linux keeps it from `platform`."""
-    info = Path("/proc/cpuinfo")
+    info = Path("/proc/cpuinfo")  # Linux keeps the processor's name from `platform`
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    processor = next(named, platform.processor() or platform.machine())
+    own = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    return {"processor": processor, **own, "threads": torch.get_num_threads(), **versions}
 
 
 def to_json(
@@ -267,12 +247,8 @@ def to_json(
 ) -> str:
     """All of it for a program; arguments as in `describe`."""
     rows = [{"model": name, **speed.model_dump()} for batch in results for name, speed in batch]
-    document = {
-        "environment": environment(device),
-        "notes": list(notes),
-        "results": rows,
-        "ratios": [ratio.model_dump() for ratio in ratios],
-    }
+    document = {"environment": environment(device), "notes": list(notes), "results": rows}
+    document["ratios"] = [ratio.model_dump() for ratio in ratios]
     return json.dumps(document, indent=2) + "\n"
 
 
@@ -282,7 +258,14 @@ Runner = Callable[[Load], Run]
 def measure_in_turns(
     runners: Sequence[Runner], load: Load, warmup: int = 1, repeats: int = 3
 ) -> list[Speed]:
-    """Measure models that take turns: A B A B ...
+    """The speeds of models that take turns; arguments and errors as of `run_in_turns`."""
+    return [summarize(load, runs) for runs in run_in_turns(runners, load, warmup, repeats)]
+
+
+def run_in_turns(
+    runners: Sequence[Runner], load: Load, warmup: int = 1, repeats: int = 3
+) -> list[list[Run]]:
+    """The runs that count of models that take turns, A B A B ..., of each in order.
 
     Args:
         runners: Run a load once; see `inference.bench.load.run_once`.
@@ -294,13 +277,6 @@ def measure_in_turns(
         RequestError: no run would count, or an engine cannot hold the load.
         EngineError: a request did not end as it should.
     """
-    return [summarize(load, runs) for runs in run_in_turns(runners, load, warmup, repeats)]
-
-
-def run_in_turns(
-    runners: Sequence[Runner], load: Load, warmup: int = 1, repeats: int = 3
-) -> list[list[Run]]:
-    """The runs that `measure_in_turns` summarizes: of each model those that count, in order."""
     if warmup < 0 or repeats < 1:
         raise RequestError(
             f"repeats: found {repeats} after {warmup} warm-up runs; at least one run must count",

@@ -1,8 +1,17 @@
-"""One timed run: `batch` equal requests that arrive at once, at fixed lengths.
+"""One timed run: `batch` equal requests that arrive at once, at fixed lengths; and drafts for it.
 
 Prompts are drawn at random with one seed, and end tokens are ignored, so that every run of a load
 does the same work. The requests of a task (`inference.bench.tasks`) have texts and lengths of their
 own; so many at once arrive when those before them have ended.
+
+An `Oracle` makes drafts of which as many are accepted as is asked for, for models whose weights are
+random. Requests of a load with a token are biased so strongly that it alone is chosen. Each draft
+is that token with the chance p, and another one else: d drafts then give a sequence
+
+    1 + p + p^2 + ... + p^d
+
+tokens a step on average. The engine proposes and verifies them as any others, and the tokens stay
+the same.
 """
 
 from __future__ import annotations
@@ -11,8 +20,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from typing import NamedTuple
 
+import numpy as np
 import torch
 from pydantic import Field
 
@@ -21,10 +30,13 @@ from formats.scheme import Strict
 from inference.bench.tasks import Task, forced
 from inference.engine import Engine
 from inference.requests.request import RequestOutput, SamplingParams
+from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import blocks_for
 from inference.speculate.counts import DraftCounts
 
 SEED = 0
+TOKEN = 1  # that is chosen where drafts are faked; any would do
+USUAL = 4  # drafts
 STRONG = 100.0  # a bias that no logit of random weights comes near
 
 
@@ -81,6 +93,11 @@ class Run:
     weight_bytes: int
     drafts: DraftCounts = field(default_factory=DraftCounts)
 
+    @property
+    def decode_tokens_s(self) -> float:
+        """Tokens per second from the moment when every request has its first."""
+        return self.decode_tokens / self.decode_s
+
 
 def run_once(engine: Engine, load: Load) -> Run:
     """Run a load once and note its times.
@@ -91,11 +108,10 @@ def run_once(engine: Engine, load: Load) -> Run:
     """
     before = DraftCounts.of(engine.speculation)
     waves = [ask(engine, load)] if load.task is None else ask_task(engine, load, load.task)
-    outputs, times = [output for wave in waves for output in wave], [_times(w) for w in waves]
+    outputs = [output for wave in waves for output in wave]
+    prefill, decode, tokens = map(sum, zip(*map(_times, waves), strict=True))
     return Run(
-        prefill_s=sum(wave.prefill_s for wave in times),
-        decode_s=sum(wave.decode_s for wave in times),
-        decode_tokens=sum(wave.decode_tokens for wave in times),
+        *(prefill, decode, tokens),
         first_token_s=[output.token_times[0] - output.arrival for output in outputs],
         per_token_s=[s for output in outputs for s in between_tokens(output.token_times)],
         peak_memory_bytes=engine.backend.peak_bytes(),
@@ -133,8 +149,7 @@ def ask_task(engine: Engine, load: Load, task: Task) -> list[list[RequestOutput]
     _check_room(engine, load)
     waves, prompts = list[list[RequestOutput]](), task.prompts
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in task.lengths]
-    pairs = zip(prompts, task.outputs or (), strict=False)
-    texts = [(*prompt, *output) for prompt, output in pairs]
+    texts = [(*prompt, *out) for prompt, out in zip(prompts, task.outputs or (), strict=False)]
     with forced(engine, texts) if texts else nullcontext():
         for i in range(0, len(prompts), load.batch):
             own = slice(i, i + load.batch)
@@ -160,20 +175,13 @@ def _complete(outputs: list[RequestOutput], lengths: Sequence[int]) -> list[Requ
     return outputs
 
 
-class _Times(NamedTuple):
-    """Of requests that ran at once: see `Run`."""
-
-    prefill_s: float
-    decode_s: float
-    decode_tokens: int
-
-
-def _times(outputs: Sequence[RequestOutput]) -> _Times:
+def _times(outputs: Sequence[RequestOutput]) -> tuple[float, float, int]:
+    """`prefill_s`, `decode_s` and `decode_tokens` of requests that ran at once; see `Run`."""
     start = min(output.arrival for output in outputs)
     full = max(output.token_times[0] for output in outputs)
     end = max(output.token_times[-1] for output in outputs)
     tokens = sum(t > full for output in outputs for t in output.token_times)
-    return _Times(full - start, end - full, tokens)
+    return full - start, end - full, tokens
 
 
 def between_tokens(times: Sequence[float]) -> list[float]:
@@ -193,3 +201,53 @@ def _check_room(engine: Engine, load: Load) -> None:
             f"{engine.stats().total}. Raise max_batch_size and kv_blocks, or lower the batch",
             "batch",
         )
+
+
+def chance_of(acceptance: float, depth: int | None) -> float:
+    """The chance p with which drafts are to be right.
+
+    Args:
+        acceptance: Tokens of a sequence in a step, on average.
+        depth: Drafts of it in each step; where they are as many as pay (None), `USUAL` would give
+            so many tokens.
+
+    Raises:
+        RequestError: so many drafts cannot give so many tokens.
+    """
+    depth = USUAL if depth is None else depth
+    if not 1 <= acceptance <= depth + 1:
+        raise RequestError(
+            f"--acceptance: found {acceptance:g} tokens a step; {depth} drafts give from 1 to "
+            f"{depth + 1}",
+            "acceptance",
+        )
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        p = (low + high) / 2
+        low, high = (p, high) if sum(p**i for i in range(depth + 1)) < acceptance else (low, p)
+    return high
+
+
+class Oracle:
+    """Drafts of outputs of one token; see `inference.proposers.Proposer`.
+
+    Args:
+        token: The one that comes.
+        chance: With which a draft is right.
+    """
+
+    def __init__(self, token: int, chance: float) -> None:
+        self._token, self._chance = token, chance
+        self._random = np.random.default_rng(SEED)
+
+    def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
+        """See `Proposer.propose`."""
+        position = np.arange(int(most.max()))
+        right = self._random.random((len(places), len(position))) < self._chance
+        draft = np.where(right, self._token, self._token - 1)
+        rows, within = np.nonzero(position < most[:, None])
+        batch.ids[places[rows], batch.known[places[rows]] + within] = draft[rows, within]
+        return most
+
+    def note_end(self, tokens: object, prompt: int) -> None:
+        """Nothing: all is known."""

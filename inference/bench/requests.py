@@ -1,42 +1,38 @@
-"""Whole requests of checkpoints and of other runtimes, in turns: `ptq bench` without a mode."""
+"""Whole requests of checkpoints and of other runtimes, in turns: `ptq bench` without a mode.
+
+Each model is in a process of its own, so that its memory is its own too.
+"""
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from formats.checkpoint.read import Checkpoint
 from formats.command import bar
-from formats.errors import RequestError
+from formats.errors import EngineError, PTQError, RequestError
 from formats.families.names import HEAD
 from formats.files import replace_file
+from formats.parent import end_with
 from inference.arguments import read_adapters, speculate_config
 from inference.backend import require_device
-from inference.bench.engine_process import EngineProcess, EngineSource
-from inference.bench.figures import (
-    Ratio,
-    Runner,
-    Speed,
-    compare_turns,
-    describe,
-    drafts_of,
-    run_in_turns,
-    summarize,
-    to_json,
-)
-from inference.bench.load import Load
-from inference.bench.oracle import TOKEN, chance_of
-from inference.bench.peers.process import RuntimeProcess
-from inference.bench.peers.runtimes import read_choices
-from inference.bench.random_checkpoint import random_checkpoint
+from inference.bench import figures
+from inference.bench.load import TOKEN, Load, Oracle, Run, chance_of, run_once
+from inference.bench.peers.runtimes import MeasuredModel, read_choices, started
+from inference.bench.random_model import RandomCheckpoint, random_checkpoint, random_engine
 from inference.bench.shapes import read_shape
 from inference.bench.tasks import make_task
-from inference.config import EngineConfig, SpeculateConfig
+from inference.config import EngineConfig
+from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
 
 FAKED = (
@@ -45,18 +41,10 @@ FAKED = (
 )
 
 
-class MeasuredModel(NamedTuple):
-    """Something that runs loads: what it is called, what it is, and how it is run."""
-
-    name: str
-    note: str
-    run: Runner
-
-
 def measure_requests(arguments: argparse.Namespace) -> int:
     """Measure what `inference.bench.command.parse` read, and print; 0 on success."""
-    results: list[list[tuple[str, Speed]]] = []  # by batch, then by model
-    ratios: list[Ratio] = []
+    results: list[list[tuple[str, figures.Speed]]] = []  # by batch, then by model
+    ratios: list[figures.Ratio] = []
     drafts: list[str] = []
     first = _load(arguments)
     with ExitStack() as stack:
@@ -64,20 +52,20 @@ def measure_requests(arguments: argparse.Namespace) -> int:
         for batch in bar(sorted(set(arguments.batch)), title="Measuring", unit="batch"):
             load = first.model_copy(update={"batch": batch})
             runners = [model.run for model in models]
-            runs = run_in_turns(runners, load, arguments.warmup, arguments.repeats)
+            runs = figures.run_in_turns(runners, load, arguments.warmup, arguments.repeats)
             named = [(model.name, own) for model, own in zip(models, runs, strict=True)]
-            results.append([(name, summarize(load, own)) for name, own in named])
-            ratios += [compare_turns(load, named[-1], other) for other in named[:-1]]
+            results.append([(name, figures.summarize(load, own)) for name, own in named])
+            (name, last), others = named[-1], named[:-1]
+            ratios += [figures.compare_turns(load, (name, last), other) for other in others]
             if arguments.speculate is not None or arguments.acceptance is not None:
-                drafts.append(f"batch {batch}: {named[-1][0]}: {drafts_of(named[-1][1]).text()}")
+                drafts.append(f"batch {batch}: {name}: {figures.drafts_of(last).text()}")
     notes = [model.note for model in models]
-    if arguments.acceptance is not None:
-        notes.append(FAKED)
-    if first.task is not None:
-        notes.append(first.task.note)
-    print("\n".join([*describe(results, ratios, notes, arguments.device), *drafts]))
+    notes += [] if arguments.acceptance is None else [FAKED]
+    notes += [] if first.task is None else [first.task.note]
+    measured = results, ratios, notes, arguments.device
+    print("\n".join([*figures.describe(*measured), *drafts]))
     if arguments.json is not None:
-        replace_file(arguments.json, to_json(results, ratios, notes, arguments.device).encode())
+        replace_file(arguments.json, figures.to_json(*measured).encode())
     return 0
 
 
@@ -112,35 +100,23 @@ def _start_models(
     """
     require_device(arguments.device)
     work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ptq-")))
-    path, shape = _place(arguments, work)
-    config = _engine_config(arguments, load)
-    fake, adapters = _faked(arguments), read_adapters(arguments)
-    sources = [replace(_source(arguments, path, config), fake=fake, adapters=adapters)]
+    own, shape = _source(arguments, work, load)
+    ours, name = own.checkpoint(), own.path if arguments.shape is None else Path(own.path).name
+    sources: list[tuple[str, str, EngineSource]] = []  # with names, and what they are
     if arguments.against is not None:
-        original = replace(sources[0], path=str(arguments.against), random=None, fake=None)
-        sources.insert(0, original)
-    checkpoints = [source.checkpoint() for source in sources]
-    ours = checkpoints[-1]
-    specs = read_choices(arguments.peer, arguments.peer_format, arguments.peer_kv, ours.scheme)
-    for spec in specs:
-        spec.check_installed()
-    peers = [RuntimeProcess(spec, ours.config, shape, work) for spec in specs]
-    peers = [stack.enter_context(peer) for peer in peers]
-    engines = [stack.enter_context(EngineProcess(source)) for source in sources]
-    names = [source.path for source in sources]
-    if arguments.shape is not None:
-        names[-1] = Path(names[-1]).name
-    rows = zip(names, checkpoints, engines, strict=True)
-    models = [MeasuredModel(n, f"{n}: {_about(found)}", worker.run) for n, found, worker in rows]
-    for name, source in _variants(arguments, sources[-1]):
-        worker = stack.enter_context(EngineProcess(source))
-        name = f"{names[-1]}, {name}"
-        models.insert(-1, MeasuredModel(name, f"{name}: the same weights", worker.run))
-    if (drafts := sources[-1].config.speculate) is not None:
-        models[-1] = models[-1]._replace(note=f"{models[-1].note}; {_about_drafts(drafts)}")
-    if adapters:
-        models[-1] = models[-1]._replace(note=f"{models[-1].note}; adapters {', '.join(adapters)}")
-    return [*models[:-1], *(MeasuredModel(p.name, p.note, p.run) for p in peers), models[-1]]
+        other = replace(own, path=str(arguments.against), random=None, fake=None)
+        sources.append((other.path, _about(other.checkpoint()), other))
+    for text, made in _variants(arguments, own):
+        sources.append((f"{name}, {text}", "the same weights", made))
+    sources.append((name, "; ".join([_about(ours), *_about_run(own)]), own))
+    choices = read_choices(arguments.peer, arguments.peer_format, arguments.peer_kv, ours.scheme)
+    for choice in choices:
+        choice.check_installed()
+    peers = [stack.enter_context(started(peer, ours.config, shape, work)) for peer in choices]
+    workers = [stack.enter_context(EngineProcess(source)) for _, _, source in sources]
+    rows = zip(sources, workers, strict=True)
+    *others, last = (MeasuredModel(n, f"{n}: {about}", work.run) for (n, about, _), work in rows)
+    return [*others, *peers, last]
 
 
 def _faked(arguments: argparse.Namespace) -> tuple[float, int | None] | None:
@@ -166,66 +142,161 @@ def _variants(
 ) -> Iterator[tuple[str, EngineSource]]:
     """The same checkpoint run in other ways, and what these are called."""
     config = source.config
+
+    def changed(**settings: object) -> EngineSource:
+        return replace(source, config=config.model_copy(update=settings))
+
     if config.speculate is not None or source.fake is not None:
-        kept = config.model_copy(update={"speculate": None})
-        yield "no drafts", replace(source, config=kept, fake=None)
+        yield "no drafts", replace(changed(speculate=None), fake=None)
     if source.adapters:
         yield "no adapters", replace(source, adapters={})
     if config.invariant:
-        kept = config.model_copy(update={"invariant": False})
-        yield "not invariant", replace(source, config=kept)
+        yield "not invariant", changed(invariant=False)
     if config.tensor_parallel > 1:
-        yield "one rank", replace(source, config=config.model_copy(update={"tensor_parallel": 1}))
+        yield "one rank", changed(tensor_parallel=1)
     for kind in arguments.against_kv:
-        kept = config.model_copy(update={"kv_dtype": kind})
-        yield f"{kind} cache", replace(source, config=kept, quantized_kv=False)
+        yield f"{kind} cache", replace(changed(kv_dtype=kind), quantized_kv=False)
     if arguments.against_transformers_code:
-        kept = config.model_copy(update={"transformers_code": True})
-        yield "transformers' code", replace(source, config=kept)
+        yield "transformers' code", changed(transformers_code=True)
 
 
-def _place(arguments: argparse.Namespace, work: Path) -> tuple[Path, str]:
-    """Folder of the checkpoint that is measured, and what its shape is called.
+def _source(arguments: argparse.Namespace, work: Path, load: Load) -> tuple[EngineSource, str]:
+    """The checkpoint as it is asked for, with room for a load, and what its shape is called.
 
     Where a shape stands for it, it is made first; for a GPU it is made there, when it is loaded.
+    Errors as of `_faked`.
     """
-    if arguments.shape is None:
-        return arguments.checkpoint, arguments.checkpoint.resolve().name
-    (name, _), scheme = read_shape(arguments.shape), arguments.scheme
-    if arguments.device != "cpu":
-        return Path(f"{name}-{scheme}"), name
-    head = arguments.quantize_head
-    return random_checkpoint(work, arguments.shape, scheme, quantize_head=head), name
-
-
-def _source(arguments: argparse.Namespace, path: Path, config: EngineConfig) -> EngineSource:
-    random = None
-    if arguments.shape is not None and arguments.device != "cpu":
-        random = (arguments.shape, arguments.scheme, arguments.quantize_head)
-    return EngineSource(str(path), config, device=arguments.device, random=random)
-
-
-def _about(checkpoint: Checkpoint) -> str:
-    scheme, head = checkpoint.scheme, checkpoint.scheme_of(HEAD)
-    parts = [scheme.of_layers.text, f"head {head.text}"]
-    if scheme.kv_cache is not None:
-        parts.append(f"cache {scheme.kv_cache.dtype} {scheme.kv_cache.granularity}")
-    return "; ".join(parts)
-
-
-def _about_drafts(config: SpeculateConfig) -> str:
-    path = "" if config.path is None else f"={config.path}"
-    return f"drafts by {config.method}{path}, depth {config.depth or 'auto'}"
-
-
-def _engine_config(arguments: argparse.Namespace, load: Load) -> EngineConfig:
-    longest = load.prompt_tokens + load.new_tokens
-    return EngineConfig(
-        max_batch_size=max(arguments.batch),
+    longest, most = load.prompt_tokens + load.new_tokens, max(arguments.batch)
+    config = EngineConfig(
+        max_batch_size=most,
         max_model_len=longest,
-        kv_blocks=max(arguments.batch) * blocks_for(longest),
+        kv_blocks=most * blocks_for(longest),
         prefix_cache=False,  # each run of a load is to compute its prompts
         invariant=arguments.invariant,
         tensor_parallel=arguments.tensor_parallel,
         speculate=None if arguments.acceptance is not None else speculate_config(arguments),
     )
+    own: dict[str, Any] = {"fake": _faked(arguments), "adapters": read_adapters(arguments)}
+    own["device"] = arguments.device
+    if arguments.shape is None:
+        path = arguments.checkpoint
+        return EngineSource(str(path), config, **own), path.resolve().name
+    shape, scheme, head = arguments.shape, arguments.scheme, arguments.quantize_head
+    name, _ = read_shape(shape)
+    if arguments.device == "cpu":
+        path = random_checkpoint(work, shape, scheme, quantize_head=head)
+        return EngineSource(str(path), config, **own), name
+    return EngineSource(f"{name}-{scheme}", config, random=(shape, scheme, head), **own), name
+
+
+def _about(checkpoint: Checkpoint) -> str:
+    """How a checkpoint is quantized."""
+    scheme, head = checkpoint.scheme, checkpoint.scheme_of(HEAD)
+    text = f"{scheme.of_layers.text}; head {head.text}"
+    cache = scheme.kv_cache
+    return text if cache is None else f"{text}; cache {cache.dtype} {cache.granularity}"
+
+
+def _about_run(source: EngineSource) -> Iterator[str]:
+    """What a checkpoint runs with."""
+    drafts = source.config.speculate
+    if drafts is not None:
+        path = "" if drafts.path is None else f"={drafts.path}"
+        yield f"drafts by {drafts.method}{path}, depth {drafts.depth or 'auto'}"
+    if source.adapters:
+        yield f"adapters {', '.join(source.adapters)}"
+
+
+@dataclass(frozen=True)
+class EngineSource:
+    """What engine a process runs.
+
+    Attributes:
+        path: Folder of its checkpoint, or what a random model is called.
+        config: Its sizes.
+        quantized_kv: Whether its cache is quantized as the checkpoint says.
+        device: Where it runs.
+        random: Shape, scheme and whether the head is quantized, of a model of random weights that
+            is made on the device instead of read; or None.
+        fake: Tokens a step and drafts of each request that are to give them (None: as many as
+            pay); None: none are faked.
+        adapters: Folders of adapters, by name; requests take turns with them.
+    """
+
+    path: str
+    config: EngineConfig
+    quantized_kv: bool = True
+    device: str = "cpu"
+    random: tuple[str, str, bool] | None = None
+    fake: tuple[float, int | None] | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+
+    def checkpoint(self) -> Checkpoint:
+        """Open the checkpoint, or make the random one."""
+        if self.random is None:
+            return Checkpoint.open(self.path)
+        shape, scheme, head = self.random
+        return RandomCheckpoint(shape, scheme, self.device, quantize_head=head)
+
+    def load(self) -> Engine:
+        """Load it, and its adapters."""
+        own = {"config": self.config, "device": self.device, "quantized_kv": self.quantized_kv}
+        if self.random is None:
+            engine = Engine.from_pretrained(self.path, **own)
+        else:
+            engine = random_engine(self.checkpoint, **own)
+        for name, folder in self.adapters.items():
+            engine.load_adapter(name, folder)
+        return engine
+
+
+class EngineProcess:
+    """Runs loads on an engine in a process of its own; a context manager."""
+
+    def __init__(self, source: EngineSource) -> None:
+        """Start loading a checkpoint; the first run waits for it."""
+        context = multiprocessing.get_context("spawn")  # forking a process with threads hangs
+        self.path = source.path
+        self._pipe, theirs = context.Pipe()
+        arguments = theirs, source, os.getpid()
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join()
+
+    def run(self, load: Load) -> Run:
+        """`run_once` over there; errors as there, and of loading the checkpoint."""
+        try:
+            self._pipe.send(load)
+            reply = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            self._process.join()
+            raise EngineError(
+                f"{self.path}: the process that ran it died with exit code "
+                f"{self._process.exitcode}. If it was killed (-9), memory ran out: lower the batch"
+            ) from error
+        if isinstance(reply, PTQError):
+            raise reply
+        return reply
+
+
+def _serve(pipe: Connection, source: EngineSource, parent: int) -> None:
+    """Answer loads until the parent ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    end_with(parent)
+    try:
+        engine = source.load()
+        if source.fake is not None:
+            engine.speculate_by(Oracle(TOKEN, chance_of(*source.fake)), source.fake[1])
+        while True:
+            pipe.send(run_once(engine, pipe.recv()))
+    except (EOFError, BrokenPipeError):  # the parent is gone
+        return
+    except PTQError as error:
+        pipe.send(error)

@@ -21,10 +21,9 @@ import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -88,8 +87,10 @@ def make_task(name: TaskName, checkpoint: Path, new_tokens: int) -> Task:
     def encode(text: str) -> Tokens:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    make = _edit if name == "editing" else _halves
-    rows = list(islice(_first_of_each(library_functions(), encode, make), REQUESTS))
+    make, rows = _edit if name == "editing" else _halves, list[Row]()
+    for sources in library_functions():  # a row of each module's first function that gives one
+        fitting = (make(source, encode) for source in sources if len(encode(source)) in SIZES)
+        rows += islice((row for row in fitting if row is not None), len(rows) < REQUESTS)
     if not rows:
         raise RequestError(
             f"task: this tokenizer makes {SIZES.start} to {SIZES.stop - 1} tokens of no function "
@@ -99,19 +100,7 @@ def make_task(name: TaskName, checkpoint: Path, new_tokens: int) -> Task:
     prompts, outputs = zip(*rows, strict=True)
     if name == "repeated":
         return Task(name=name, prompts=prompts, lengths=(new_tokens,) * len(prompts))
-    lengths = tuple(len(output) for output in outputs)
-    return Task(name=name, prompts=prompts, lengths=lengths, outputs=outputs)
-
-
-def _first_of_each(
-    modules: Sequence[Sequence[str]], encode: Encode, make: Callable[[str, Encode], Row | None]
-) -> Iterator[Row]:
-    """A row of each module's first function that has the size and gives one."""
-    for sources in modules:
-        fitting = (source for source in sources if len(encode(source)) in SIZES)
-        row = next((row for source in fitting if (row := make(source, encode))), None)
-        if row is not None:
-            yield row
+    return Task(name=name, prompts=prompts, lengths=tuple(map(len, outputs)), outputs=outputs)
 
 
 def _edit(source: str, encode: Encode) -> Row | None:
@@ -208,15 +197,8 @@ NAMES = ("value", "entry", "target", "record", "found")  # that variables are re
 LEAST = 3  # times that a variable is there
 
 
-@dataclass(frozen=True)
-class Edit:
-    """A function with a variable renamed.
-
-    Attributes:
-        old: Its name before.
-        new: Its name in `text`.
-        text: The function with that name.
-    """
+class Edit(NamedTuple):
+    """A function with a variable renamed: its name before and after, and the function then."""
 
     old: str
     new: str

@@ -15,14 +15,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.bench.case import copies_of, replay
 from kernels.bench.ranks import At, on_ranks
-from kernels.bench.timing import copies_of
 from kernels.triton.collective import reference
 from kernels.triton.collective.all_reduce import AllReduce
 from kernels.triton.collective.choice import BOUNDS, Way
@@ -40,8 +40,7 @@ WAYS: tuple[Way, ...] = ("one_shot", "two_shot", "library")
 ALONE = "NCCL alone"
 
 
-@dataclass(frozen=True)
-class Effort:
+class Effort(NamedTuple):
     """How much is measured: least where ranks share a GPU, and a call takes many milliseconds."""
 
     calls: int = 40
@@ -200,12 +199,7 @@ def timed(call: Callable[[int], Any], effort: Effort) -> float:
     for _ in range(effort.turns):
         dist.barrier()
         torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end) * 1e3 / effort.calls)
+        taken.append(replay(graph, effort.calls, call))
     return statistics.median(taken)
 
 
@@ -255,16 +249,12 @@ def lines(ranks: int, rate: float, rows: list[SumRow], shared: bool) -> Iterator
     if shared:
         yield "- ranks take turns on one GPU: results are checked, times mean nothing"
     titles = (*WAYS, ALONE)
-    yield f"{'rows x hidden':>14} {'part -> result':>20} {'floor':>8}" + "".join(
-        f"{title:>12}" for title in titles
-    )
+    heads = "".join(f"{title:>12}" for title in titles)
+    yield f"{'rows x hidden':>14} {'part -> result':>20} {'floor':>8}{heads}"
     for row in rows:
-        cells = "".join(
-            f"{row.us[way]:>11.1f}{'*' if way == row.chosen else ' '}" if way in row.us
-            else f"{'-':>11} " for way in titles
-        )  # fmt: skip
-        yield (
-            f"{f'{row.rows} x {row.hidden}':>14} {f'{row.part} -> {row.result}':>20} "
-            f"{row.floor:>8.1f}{cells}"
-        )
+        times = (f"{row.us[way]:.1f}" if way in row.us else "-" for way in titles)
+        marks = ("*" if way == row.chosen and way in row.us else " " for way in titles)
+        cells = "".join(f"{us:>11}{mark}" for us, mark in zip(times, marks, strict=True))
+        size, kind = f"{row.rows} x {row.hidden}", f"{row.part} -> {row.result}"
+        yield f"{size:>14} {kind:>20} {row.floor:>8.1f}{cells}"
     yield "- microseconds; * is the way that the engine takes"

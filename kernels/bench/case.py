@@ -1,21 +1,136 @@
-"""What is measured: an op on one shape with arguments that no cache holds, checked, then timed.
+"""What is measured: an op on one shape, checked, then timed with arguments that no cache holds.
 
-The table of `ptq bench --kernels`: a row a case, printed as it is measured, or as a file.
+Whoever is compared takes turns, A B A B ..., so that what the machine does meanwhile hits all
+alike. On a GPU a turn is the replay of a CUDA graph of some calls, and the median counts; on a CPU
+it is one call, and the 20th percentile counts: on a machine that is shared, a thread that waits for
+its core costs a slice of the scheduler, many times what an op takes.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.bench.peers.published import Published, source
 from kernels.bench.shapes import Shape
-from kernels.bench.timing import CLOCKS
+
+T = TypeVar("T")
+log = logging.getLogger("ptq.kernels")
+
+ROTATED = {"cuda": 300e6, "cpu": 96e6}  # bytes read between two uses of an argument: beyond caches
+
+Call = Callable[[int], object]
+"""call(i) with the i-th set of arguments."""
+
+
+def copies_of(nbytes: float, device: torch.device | str = "cuda", most: int = 32) -> int:
+    """Sets of arguments of so many bytes, of which none is in a cache when its turn comes."""
+    return max(1, min(most, int(ROTATED[torch.device(device).type] / nbytes) + 1))
+
+
+def rotated(first: Tensor, at_once: int = 1, most: int = 32) -> list[Tensor]:
+    """Copies of a tensor, of which a call reads one, beside others as large."""
+    copies = copies_of(at_once * first.nbytes, first.device, most)
+    return [first, *(first.clone() for _ in range(copies - 1))]
+
+
+def in_turns(samples: Sequence[Callable[[], T]], turns: Iterable[object]) -> list[list[T]]:
+    """What each sample gave in each turn."""
+    found: list[list[T]] = [[] for _ in samples]
+    for _ in turns:
+        for sample, kept in zip(samples, found, strict=True):
+            kept.append(sample())
+    return found
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How calls are timed on a device.
+
+    Attributes:
+        sample: Of call(i), i cycling over so many sets of arguments: what gives the microseconds of
+            a call, measured anew each time.
+        quantile: Of these that counts.
+        least: Turns at least.
+        seconds: That are spent at least.
+    """
+
+    sample: Callable[[Call, int], Callable[[], float]]
+    quantile: float
+    least: int
+    seconds: float = 0.0
+
+    def times(self, samples: Sequence[Callable[[], float]]) -> list[float]:
+        """Microseconds of each, in turns."""
+        taken = in_turns(samples, self._turns())
+        return [float(np.quantile(each, self.quantile)) for each in taken]
+
+    def _turns(self) -> Iterator[int]:
+        start, turn = time.perf_counter(), 0
+        while turn < self.least or time.perf_counter() - start < self.seconds:
+            yield turn
+            turn += 1
+
+
+def replays(call: Call, copies: int) -> Callable[[], float]:
+    """Microseconds of a call in a replayed CUDA graph.
+
+    A call starts when the one ahead of it has ended: in a model it is another kernel.
+    """
+    from kernels.triton.common import alone  # no Triton is needed for what else is here
+
+    inner = max(copies, 8)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with alone():
+        for i in range(2):
+            call(i % copies)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(inner):
+                call(i % copies)
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        time.sleep(0.05)  # timings straight after fp64 work are up to a fifth too long
+    for _ in range(10):
+        graph.replay()
+
+    return partial(replay, graph, inner, call)
+
+
+def replay(graph: torch.cuda.CUDAGraph, inner: int, _held: Call) -> float:
+    """Microseconds of each of a graph's calls; what they read lives as long as they are held."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / inner
+
+
+def calls(call: Call, copies: int) -> Callable[[], float]:
+    """Microseconds of a call on a CPU."""
+    turn = 0
+    call(0)  # warm
+
+    def sample() -> float:
+        nonlocal turn
+        turn = (turn + 1) % copies
+        start = time.perf_counter()
+        call(turn)
+        return (time.perf_counter() - start) * 1e6
+
+    return sample
+
+
+CLOCKS = {"cuda": Clock(replays, 0.5, 20), "cpu": Clock(calls, 0.2, 5, 0.4)}
 
 
 @dataclass(frozen=True)
@@ -64,6 +179,18 @@ class BenchCase:
         """Microseconds of one call."""
         return CLOCKS[self.device].times([self.sample(cut)])[0]
 
+    def timed(self, cuts: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+        """Cuts that fit on the device, and the microseconds of each; errors as of `check`."""
+        for cut in cuts:
+            from triton.runtime.errors import OutOfResources
+
+            try:
+                self.check(cut)
+            except OutOfResources as error:
+                log.info("%s %s: %s", self.name, cut, error)
+            else:
+                yield cut, self.time(cut)
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -84,137 +211,3 @@ class Limits:
     def floor(self, case: BenchCase) -> float:
         """Microseconds that no implementation of a case can beat."""
         return max(case.nbytes / self.bandwidth, case.operations / self.rates[case.unit])
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case as measured; microseconds.
-
-    Attributes:
-        floor: What no implementation can beat.
-        error: Distance from the twin in fp64, relative.
-        nbytes: Read and written.
-        operations: Multiplications and additions.
-        added: What quantization of the inputs adds to the op before, if they are quantized.
-        plain: Of the plain Triton kernel with the best of a few tiles, where the one that runs has
-            its layouts stated (Gluon).
-        peers: Of stock torch, by name.
-        published: Of another's kernel on the same device, measured once.
-    """
-
-    family: str
-    name: str
-    us: float
-    floor: float
-    error: float
-    nbytes: int = 0
-    operations: float = 0.0
-    added: float | None = None
-    plain: float | None = None
-    peers: dict[str, float] = field(default_factory=dict)
-    published: Published | None = None
-
-    @property
-    def gain(self) -> float | None:
-        """How much faster than the plain kernel: 0.1 where that takes a tenth longer."""
-        return None if self.plain is None else self.plain / self.us - 1
-
-    @property
-    def best(self) -> tuple[float, str] | None:
-        """The fastest peer's time and name."""
-        return min(((us, name) for name, us in self.peers.items()), default=None)
-
-    @property
-    def against_published(self) -> float | None:
-        """Times as fast as the published kernel, with what quantizing adds where it does that."""
-        if self.published is None:
-            return None
-        added = max(0.0, self.added or 0.0) if self.published.quantizes else 0.0
-        return self.published.us / (self.us + added)
-
-
-def _text(value: float | None, form: str = ".2f") -> str:
-    return "-" if value is None else format(value, form)
-
-
-Column = tuple[str, int, Callable[[Row], str]]
-OWN: tuple[Column, ...] = (
-    ("", -50, lambda row: row.name),
-    ("us", 9, lambda row: _text(row.us)),
-    ("floor", 9, lambda row: _text(row.floor)),
-    ("of it", 6, lambda row: _text(row.floor / row.us, ".0%")),
-    ("error", 8, lambda row: _text(row.error, ".1e")),
-)
-BEST: tuple[Column, ...] = (
-    ("best torch", 10, lambda row: _text(row.best and row.best[0])),
-    ("ratio", 6, lambda row: _text(row.best and row.best[0] / row.us)),
-    ("op", -13, lambda row: row.best[1] if row.best else "-"),
-)
-COLUMNS: dict[str, tuple[Column, ...]] = {
-    "cuda": (
-        *OWN,
-        ("+ quant", 8, lambda row: _text(row.added)),
-        ("plain", 9, lambda row: _text(row.plain)),
-        ("gain", 7, lambda row: _text(row.gain, "+.0%")),
-        *BEST,
-        ("published", 9, lambda row: _text(row.published and row.published.us)),
-        ("ratio", 6, lambda row: _text(row.against_published)),
-        ("kernel", -1, lambda row: row.published.kernel if row.published else "-"),
-    ),
-    "cpu": (
-        *OWN,
-        ("GB/s", 7, lambda row: _text(row.nbytes / row.us / 1e3, ".1f")),
-        ("GOPS", 6, lambda row: _text(row.operations / row.us / 1e3 or None, ".0f")),
-        *BEST,
-    ),
-}
-
-
-def header(device: str) -> list[str]:
-    """Titles of the columns of a device, `cuda` or `cpu`."""
-    return [title for title, _, _ in COLUMNS[device]]
-
-
-def cells(device: str, row: Row) -> list[str]:
-    """A row's columns as text."""
-    return [text(row) for _, _, text in COLUMNS[device]]
-
-
-def line(device: str, texts: Sequence[str]) -> str:
-    """A line of the printed table: text to the left, numbers to the right."""
-    widths = [width for _, width, _ in COLUMNS[device]]
-    padded = [f"{t:<{-w}}" if w < 0 else f"{t:>{w}}" for t, w in zip(texts, widths, strict=True)]
-    return " ".join(padded).rstrip()
-
-
-def describe(limits: Limits) -> str:
-    """One line on the device."""
-    return f"{limits.device}, torch {torch.__version__}: {limits.note}; microseconds"
-
-
-def notes(limits: Limits, rows: Sequence[Row], missing: Sequence[str]) -> list[str]:
-    """What stands below a table: why peers are missing, and where published times come from."""
-    sources = [source(limits.device)] if any(row.published for row in rows) else []
-    return [*missing, *(f"published: {text}" for text in sources)]
-
-
-def markdown(device: str, limits: Limits, rows: Sequence[Row], missing: Sequence[str]) -> str:
-    """The table in Markdown."""
-    titles = header(device)
-    lines = [describe(limits), "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    lines += [f"| {' | '.join(cells(device, row))} |" for row in rows]
-    below = [f"- {text}" for text in notes(limits, rows, missing)]
-    return "\n".join([*lines, "", *below]).rstrip() + "\n"
-
-
-def to_json(limits: Limits, rows: Sequence[Row], missing: dict[tuple[str, str], int]) -> str:
-    """All figures; bytes and operations a microsecond."""
-    reasons = [{"peer": peer, "reason": why, "rows": n} for (peer, why), n in missing.items()]
-    data = {
-        "torch": torch.__version__,
-        "limits": asdict(limits),
-        "published": source(limits.device),
-        "missing": reasons,
-        "rows": [asdict(row) | {"gain": row.gain} for row in rows],
-    }
-    return json.dumps(data, indent=1) + "\n"

@@ -2,7 +2,7 @@
 
 Every kernel stands beside its floor: the larger of two times, bytes over the bandwidth of the
 device, and products at the rate that it reaches. Each is checked against a twin in fp64, then timed
-with arguments that no cache holds (`kernels.bench.timing`).
+with arguments that no cache holds (`kernels.bench.case`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from kernels.bench.shapes import (
-    ALL_REDUCE,
-    CPU_FAMILIES,
-    FAMILIES,
-    RANKS,
-    SHAPES,
-    TABLE,
-    TUNED,
-    TUNED_ROWS,
-    count,
-    layer,
-)
+from kernels.bench import shapes
+from kernels.bench.shapes import ALL_REDUCE, CPU_FAMILIES, FAMILIES, count, layer
 
 KERNELS = """\
 Every kernel beside its floor and what torch has for it: the kernels of the GPU where there is one,
@@ -47,34 +38,27 @@ kept. By default all families run over the shapes of a Llama-3-8B layer:
 
 
 def _parser(mode: str, description: str) -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    prog = f"ptq bench {mode}"
+    form, prog = argparse.RawDescriptionHelpFormatter, f"ptq bench {mode}"
     return argparse.ArgumentParser(prog=prog, description=description, formatter_class=form)
 
 
 def parse_kernels(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of `ptq bench --kernels`."""
     parser = _parser("--kernels", KERNELS)
-    parser.add_argument(
-        "families",
-        nargs="*",
-        metavar="FAMILY",
-        help=f"default: all; of a GPU {', '.join(FAMILIES)}; of a CPU {', '.join(CPU_FAMILIES)}; "
-        f"of several GPUs {ALL_REDUCE}",
-    )
-    parser.add_argument("--device", help="cuda or cpu; default: cuda where torch sees a GPU")
-    parser.add_argument("--table", action="store_true", help="of a GPU the rows that matter most")
-    parser.add_argument(
-        "--peers", action="store_true", help="measure torch's too (a CPU's table always does)"
-    )
-    parser.add_argument("--shapes", type=layer, nargs="+", metavar="NxK", help="of linear layers")
-    parser.add_argument("--rows", type=count, nargs="+", metavar="M", help="of linear layers")
-    parser.add_argument("--most", type=count, metavar="N", help="cases of a family")
-    parser.add_argument(
-        "--ranks", type=int, choices=RANKS, help="GPUs of all_reduce; default: as many as there are"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    add = parser.add_argument
+    known = f"of a GPU {', '.join(FAMILIES)}; of a CPU {', '.join(CPU_FAMILIES)}"
+    known = f"default: all; {known}; of several GPUs {ALL_REDUCE}"
+    add("families", nargs="*", metavar="FAMILY", help=known)
+    add("--device", help="cuda or cpu; default: cuda where torch sees a GPU")
+    add("--table", action="store_true", help="of a GPU the rows that matter most")
+    add("--peers", action="store_true", help="measure torch's too (a CPU's table always does)")
+    add("--shapes", type=layer, nargs="+", metavar="NxK", help="of linear layers")
+    add("--rows", type=count, nargs="+", metavar="M", help="of linear layers")
+    add("--most", type=count, metavar="N", help="cases of a family")
+    ranks = "GPUs of all_reduce; default: as many as there are"
+    add("--ranks", type=int, choices=shapes.RANKS, help=ranks)
+    add("--json", type=Path, metavar="FILE")
+    add("--markdown", type=Path, metavar="FILE")
     arguments = parser.parse_args(argv)
     if arguments.device not in (None, "cpu", "cuda"):
         parser.error(f"--device: found {arguments.device!r}; allowed are cuda and cpu")
@@ -83,17 +67,21 @@ def parse_kernels(argv: Sequence[str] | None) -> argparse.Namespace:
     for path in (arguments.json, arguments.markdown):
         if path is not None and not path.parent.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}; make it first")
-    arguments.device = arguments.device or _found_device()
+    if arguments.device is None:
+        import torch
+
+        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments.peers |= arguments.device == "cpu"
     if ALL_REDUCE in arguments.families:
         return arguments
     if arguments.ranks:
         parser.error(f"--ranks: only {ALL_REDUCE} has ranks; name it as the family")
-    allowed = families_of(arguments.device, arguments.table)
+    of_gpu = tuple(shapes.TABLE) if arguments.table else FAMILIES
+    allowed = CPU_FAMILIES if arguments.device == "cpu" else of_gpu
     unknown = [name for name in arguments.families if name not in allowed]
     if unknown:
-        where = f" on a {arguments.device}"
-        parser.error(f"found family {unknown[0]!r}; allowed{where} are {', '.join(allowed)}")
+        where = f"allowed on a {arguments.device}"
+        parser.error(f"found family {unknown[0]!r}; {where} are {', '.join(allowed)}")
     arguments.families = tuple(arguments.families) or allowed
     return arguments
 
@@ -109,34 +97,16 @@ def _check_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
             parser.error(f"--{name}: {ALL_REDUCE} takes --ranks and --json alone")
 
 
-def _found_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def families_of(device: str, table: bool) -> tuple[str, ...]:
-    """What is measured on a kind of device."""
-    if device == "cpu":
-        return CPU_FAMILIES
-    return tuple(TABLE) if table else FAMILIES
-
-
 def kernels(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 where a result was wrong, 2 where there is nothing to run."""
     arguments = parse_kernels(argv)
-    if ALL_REDUCE in arguments.families:
+    if ALL_REDUCE in arguments.families or arguments.device == "cuda":
         from kernels.devices import run_on_gpu
 
-        return run_on_gpu(lambda device: _measure_sums(arguments))
-    from kernels.bench.measure import measure
-
-    if arguments.device == "cuda":
-        from kernels.devices import run_on_gpu
-
-        return run_on_gpu(lambda device: measure(arguments, device))
+        return run_on_gpu(lambda device: _measure_on_gpu(arguments, device))
     import torch
 
+    from kernels.bench.measure import measure
     from kernels.cpu import native
 
     if native.library() is None:
@@ -146,23 +116,24 @@ def kernels(argv: Sequence[str] | None = None) -> int:
     return measure(arguments, torch.device("cpu"))
 
 
-def _measure_sums(arguments: argparse.Namespace) -> int:
-    from kernels.bench.all_reduce import measure  # Triton, which is there on a GPU alone
+def _measure_on_gpu(arguments: argparse.Namespace, device: Any) -> int:
+    if ALL_REDUCE in arguments.families:
+        from kernels.bench import all_reduce  # Triton, which is there on a GPU alone
 
-    return measure(arguments)
+        return all_reduce.measure(arguments)
+    from kernels.bench.measure import measure
+
+    return measure(arguments, device)
 
 
 def parse_tune(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of `ptq bench --tune`."""
     parser = _parser("--tune", TUNE)
-    parser.add_argument("--families", nargs="+", choices=TUNED, default=TUNED)
-    parser.add_argument(
-        "--shapes", nargs="+", type=layer, default=SHAPES, metavar="NxK", help="of linear layers"
-    )
-    parser.add_argument(
-        "--rows", nargs="+", type=count, default=TUNED_ROWS, metavar="M", help="buckets of rows"
-    )
-    parser.add_argument("--output", type=Path, help="by default the device's table")
+    add, sizes, buckets = parser.add_argument, "of linear layers", "buckets of rows"
+    add("--families", nargs="+", choices=shapes.TUNED, default=shapes.TUNED)
+    add("--shapes", nargs="+", type=layer, default=shapes.SHAPES, metavar="NxK", help=sizes)
+    add("--rows", nargs="+", type=count, default=shapes.TUNED_ROWS, metavar="M", help=buckets)
+    add("--output", type=Path, help="by default the device's table")
     return parser.parse_args(argv)
 
 

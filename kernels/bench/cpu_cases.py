@@ -8,9 +8,9 @@ use (`kernels/cpu/csrc/limits.h`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,52 +18,29 @@ from torch import Tensor
 import kernels.ops as ops
 import kernels.reference_attention as reference_attention
 from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
-from kernels.bench.case import BenchCase, Limits
+from kernels.bench.case import BenchCase, Limits, calls, copies_of
 from kernels.bench.draw import Numbers, draw_weight, relative
 from kernels.bench.peers.torch_peers import TORCH_ROWS, OnRows
-from kernels.bench.shapes import (
-    CPU_CONTEXTS,
-    CPU_ROWS,
-    CPU_SHAPES,
-    AttentionShape,
-    Gemm,
-    Rows,
-    Selection,
-)
-from kernels.bench.timing import calls, copies_of
+from kernels.bench.shapes import CPU_LAYERS, AttentionShape, Gemm, Rows, Selection
 from kernels.cpu import native
 from kernels.cpu.structures import FORMATS
 from kernels.cpu.weights import NativeWeight, pack_float_weight, pack_quantized_weight
 
+CPU_SHAPES = ((8192, 2048), (2048, 8192))  # outputs x inputs
+CPU_ROWS = (1, 4, 16, 64, 256)
+CPU_CONTEXTS = (1024, 8192)
 CACHES = ("int4", "int8", "float8_e4m3fn", "bfloat16", "float32")
 STORED = {"w8a8": "int8", "w4a8": "int4", "w8a16": "int8", "w4a16": "int4", "fp8": "fp8_e4m3"}
 UNITS = {"w8a8": "int8", "w4a8": "int4"}  # whose products are of integers
 
 
-def of_families(families: Iterable[str], selection: Selection) -> Iterator[tuple[str, BenchCase]]:
-    """The cases of families, each made when the one before is done with."""
-    for family in families:
-        for case in islice(of_family(family, selection), selection.most):
-            yield family, case
-
-
-def of_family(family: str, selection: Selection) -> Iterator[BenchCase]:
-    """The cases of a family."""
-    if family == "attention":
-        yield from (attention(context, kind) for context in CPU_CONTEXTS for kind in CACHES)
-    elif family == "fused":
-        yield from (elementwise(op, rows) for rows in (1, 256) for op in ROW_OPS)
-    else:
-        for size in selection.shapes or CPU_SHAPES:
-            yield from layers(family, size, selection.rows or CPU_ROWS)
-
-
-def layers(family: str, size: tuple[int, int], counts: Iterable[int]) -> Iterator[BenchCase]:
-    """A linear layer of a family with some rows and more; the weight is packed once."""
-    numbers = draw_weight(Gemm.of(family, 1, *size), "cpu")
-    weights = _rotated(family, numbers, Gemm.of(family, 1, *size).group)
-    for rows in counts:
-        yield _linear(Gemm.of(family, rows, *size, "float32"), numbers, weights)
+def of_layers(family: str, selection: Selection) -> Iterator[BenchCase]:
+    """Linear layers of a family: with some rows and more, for which the weight is packed once."""
+    for size in selection.shapes or CPU_SHAPES:
+        numbers = draw_weight(Gemm.of(family, 1, *size), "cpu")
+        weights = _rotated(family, numbers, Gemm.of(family, 1, *size).group)
+        for rows in selection.rows or CPU_ROWS:
+            yield _linear(Gemm.of(family, rows, *size, "float32"), numbers, weights)
 
 
 def _rotated(family: str, numbers: Numbers, group: int) -> list[NativeWeight]:
@@ -97,6 +74,11 @@ def _linear(shape: Gemm, numbers: Numbers, weights: list[NativeWeight]) -> Bench
         weights[0].nbytes + x.nbytes + shape.rows * shape.outputs * 4, error, 1e-3,
         2.0 * shape.rows * shape.inputs * shape.outputs, unit, device="cpu",
     )  # fmt: skip
+
+
+def of_attention(_: Selection) -> Iterator[BenchCase]:
+    """Decode attention over caches of all types."""
+    yield from (attention(context, kind) for context in CPU_CONTEXTS for kind in CACHES)
 
 
 def attention(context: int, cache: str) -> BenchCase:
@@ -139,6 +121,11 @@ ROW_OPS: dict[str, tuple[OnRows, int]] = {  # and how many tensors [rows, size] 
 }
 
 
+def of_rows(_: Selection) -> Iterator[BenchCase]:
+    """Elementwise ops on one row and on many."""
+    yield from (elementwise(op, rows) for rows in (1, 256) for op in ROW_OPS)
+
+
 def elementwise(op: str, rows: int, size: int = 8192) -> BenchCase:
     """Norm, activation or quantization of rows."""
     x, y, weight = torch.randn(rows, size), torch.randn(rows, size), torch.randn(size)
@@ -149,6 +136,10 @@ def elementwise(op: str, rows: int, size: int = 8192) -> BenchCase:
         f"{op} {rows}x{size}", Rows(op, rows, size, nbytes), lambda i, _: run(x, y, weight), 1,
         nbytes, lambda found: relative(found, wanted), 1e-3, unit="f32", device="cpu",
     )  # fmt: skip
+
+
+CASES = {family: partial(of_layers, family) for family in CPU_LAYERS}
+CASES |= {"attention": of_attention, "fused": of_rows}  # what makes the cases of a family
 
 
 def measure_limits(seconds: float = 0.2) -> Limits:
@@ -167,8 +158,6 @@ def measure_limits(seconds: float = 0.2) -> Limits:
             spent = time.perf_counter() - start
         rates[unit] = done / spent / 1e6
     text = ", ".join(f"{unit} {rate / 1e3:.0f}" for unit, rate in rates.items())
-    note = (
-        f"{threads} threads: reads {bandwidth / 1e3:.1f} GB/s; multiplies and adds in registers, "
-        f"GOPS: {text}"
-    )
+    reads = f"{threads} threads: reads {bandwidth / 1e3:.1f} GB/s"
+    note = f"{reads}; multiplies and adds in registers, GOPS: {text}"
     return Limits(str(native.isa()), bandwidth, rates, note)

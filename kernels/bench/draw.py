@@ -63,13 +63,9 @@ def draw_weight(shape: Gemm, device: torch.device | str) -> Numbers:
 
 
 def grouped_weight(
-    bits: int,
-    outputs: int,
-    inputs: int,
-    group: int,
-    zeros: bool,
+    bits: int, outputs: int, inputs: int, group: int, zeros: bool,
     device: torch.device | str = "cuda",
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Random integers [N, K] of some bits, scales [N, groups], and zero points or None."""
     groups = (outputs, inputs // group)
     zero_point = integers(groups, bits, device) if zeros else None

@@ -1,10 +1,16 @@
-"""Attention on a GPU, for benchmarks and tuning; see `kernels.bench.case`."""
+"""Attention on a GPU, over keys and values or over latents, for benchmarks and tuning; see
+`kernels.bench.case`.
+
+Latents are of DeepSeek's sizes: 512 numbers, rotated keys of 64; 16 heads are V2-Lite's, 128 V3's.
+The floor of their decode is what the cache holds of the sequences, read once: 576 bytes a token in
+int8, 1152 in 16 bits.
+"""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,18 +18,23 @@ from torch import Tensor
 
 import kernels.triton.reference as twins
 from kernels.attention_inputs import AttentionInputs, KVPool
-from kernels.bench.case import BenchCase
-from kernels.bench.draw import relative
-from kernels.bench.shapes import AttentionShape
-from kernels.bench.timing import copies_of
+from kernels.bench.case import BenchCase, copies_of
+from kernels.bench.draw import FP8, relative
+from kernels.bench.shapes import DECODE, PREFILL, AttentionShape, Selection
 from kernels.triton.attention.decode import decode_attention
+from kernels.triton.attention.latent import latent_attention
 from kernels.triton.attention.paged_cache import scale_kind
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.common import Workspace
 from kernels.triton.tuning import KVSplit, PrefillTile, kv_split, prefill_tile
 
+MIXED, FEW = (*(1,) * 16, 1024), (128,)  # new tokens: beside decodes, after a long context
+KINDS_DECODE = ((1, 4096), (16, 4096), (64, 1024))
+KINDS_PREFILL = (((1024,), 1024), ((1024,), 4096))
 CHECKED = 512  # queries of a prefill that are compared
 PLAIN_TILES = (PrefillTile(64, 64, 4, 3), PrefillTile(128, 64, 8, 3))
+RANK, TURN, SCALE = 512, 64, 192**-0.5  # of latents
+CHECKED_LATENTS = 64  # queries of a prompt over latents that are compared
 
 
 @dataclass(frozen=True)
@@ -190,3 +201,92 @@ def _last(inputs: AttentionInputs, count: int) -> AttentionInputs:
         context_len=inputs.context_len[-1:],
         query_start=torch.tensor([0, count]),
     )
+
+
+def latent_cache(pages: int, dtype: torch.dtype, copies: int) -> list[KVPool]:
+    """Copies of a pool of latents, random, that share their scales."""
+
+    def random(size: int) -> Tensor:
+        shape = (pages, 1, 64, size)
+        integers = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
+        return integers if dtype == torch.int8 else integers.to(dtype).mul_(0.015)
+
+    scales = [torch.rand(1, size, device="cuda") * 0.01 + 0.01 for size in (TURN, RANK)]
+    pools = [KVPool(random(TURN), random(RANK)) for _ in range(copies)]
+    if dtype != torch.int8:
+        return pools
+    return [replace(pool, k_scale=scales[0], v_scale=scales[1]) for pool in pools]
+
+
+def latents(
+    sequences: int, context: int, workspace: Workspace, dtype: torch.dtype = torch.int8,
+    heads: int = 16, new: int = 1,
+) -> BenchCase:  # fmt: skip
+    """Attention of the last `new` tokens of sequences of equal length."""
+    pages, name = sequences * context // 64, str(dtype)[6:]
+    nbytes = sequences * context * (RANK + TURN) * dtype.itemsize
+    copies = copies_of(nbytes, most=8)
+    tables = torch.randperm(pages, device="cuda").to(torch.int32).view(sequences, -1)
+    lengths = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
+    starts = None
+    if new > 1:
+        starts = torch.arange(sequences + 1, device="cuda", dtype=torch.int32) * new
+    q = torch.randn(heads, sequences * new, RANK, device="cuda", dtype=torch.bfloat16)
+    q = q.transpose(0, 1) / 8
+    rotated = torch.randn(sequences * new, heads, TURN, device="cuda", dtype=torch.bfloat16)
+    each = [
+        AttentionInputs(pool, tables, lengths, starts, SCALE)
+        for pool in latent_cache(pages, dtype, copies)
+    ]
+    last = min(CHECKED_LATENTS, new)
+    ends = AttentionInputs(each[0].pool, tables[-1:], lengths[-1:], torch.tensor([0, last]), SCALE)
+    wanted = twins.latent_attention(q[-last:], rotated[-last:], ends)
+    seen = sequences * sum(context - i for i in range(new))
+    op = "latents" if new == 1 else f"latents, {new} new,"
+    return BenchCase(
+        f"{op} {heads} heads, {name} ({sequences}, {context})",
+        AttentionShape(
+            sequences, context, new, True, name, heads, 1, RANK, kind="latents of DeepSeek"
+        ),
+        lambda i, tiles: latent_attention(q, rotated, each[i], workspace, tiles=tiles), copies,
+        nbytes, lambda y: relative(y[-last:], wanted), 4e-3, 2 * seen * heads * (2 * RANK + TURN),
+    )  # fmt: skip
+
+
+def of_attention(workspace: Workspace, selection: Selection) -> Iterator[BenchCase]:
+    """Decode attention: int8 and int4 by head and by token, and both; e4m3 and bf16."""
+    for sequences, context in DECODE:
+        for dtype in (torch.int8, torch.uint8):
+            for per_token in (False, True):
+                yield attention(sequences, context, workspace, dtype, per_token)
+        yield attention(sequences, context, workspace, torch.uint8, True, keys=torch.int8)
+        for dtype in () if selection.table else (FP8, torch.bfloat16):
+            yield attention(sequences, context, workspace, dtype)
+
+
+def of_prefill(workspace: Workspace, _: Selection) -> Iterator[BenchCase]:
+    """Prefill attention: whole prompts, chunks, and one beside decodes."""
+    for new, context in (*PREFILL, (MIXED, 4096), (FEW, 65536)):
+        for dtype in (torch.int8, FP8, torch.bfloat16):
+            yield prefill(new, context, workspace, dtype)
+        for dtype in (torch.int8, torch.uint8):
+            yield prefill(new, context, workspace, dtype, per_token=True)
+
+
+def of_attention_kinds(workspace: Workspace, _: Selection) -> Iterator[BenchCase]:
+    """Heads of other sizes, bounded logits, sinks, windows, latents: decodes, then prompts."""
+    for kind in KINDS:
+        for dtype in (torch.int8, torch.bfloat16):
+            for sequences, context in KINDS_DECODE:
+                yield attention(sequences, context, workspace, dtype, kind=kind)
+            for new, context in KINDS_PREFILL:
+                yield prefill(new, context, workspace, dtype, kind=kind)
+    for heads in (16, 128):
+        for dtype in (torch.int8, torch.bfloat16):
+            for sequences, context in (*KINDS_DECODE, (64, 4096)):
+                yield latents(sequences, context, workspace, dtype, heads)
+            yield latents(1, 4096, workspace, dtype, heads, new=1024)
+
+
+CASES = {"attention": of_attention, "prefill": of_prefill, "attention_kinds": of_attention_kinds}
+"""What makes the cases of a family."""

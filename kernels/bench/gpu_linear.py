@@ -8,15 +8,16 @@ Weights of experts are those of a gpt-oss-20b in MXFP4: 32 experts, 4 of which e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from kernels.bench.case import BenchCase
+from kernels.bench.case import BenchCase, copies_of
 from kernels.bench.draw import ELEMENTS, FP8, Numbers, draw_rows, draw_weight, relative
-from kernels.bench.shapes import SMALL_FLOATS, Gemm, Rows
-from kernels.bench.timing import copies_of
+from kernels.bench.shapes import LAYERS, SMALL_FLOATS, Gemm, Rows, Selection
 from kernels.triton.common import Workspace
 from kernels.triton.experts.sorting import sort_by_expert
 from kernels.triton.fused import quantize_rows
@@ -31,11 +32,10 @@ from kernels.triton.linear.weight import GpuWeight
 from kernels.triton.tuning import Tile, bucket
 
 PLAIN_FEW = (Tile(128, 64, 1), Tile(64, 64, 2))  # tiles of plain kernels beside the rule's
-
-
 PLAIN_MANY = (Tile(128, 128, 1, 3, 8), Tile(128, 64, 1))
-
-
+EXPERTS, CHOSEN = 32, 4
+EXPERT_TOKENS = (1, 16, 64, 512)
+EXPERT_LAYERS = ((5760, 2880), (2880, 2880))
 TOLERANCES = {"fp8": 1e-2, "float16": 1e-3, "bfloat16": 4e-3}
 
 
@@ -98,9 +98,6 @@ def plain_tiles(weight: GpuWeight, x: Tensor, dtype: torch.dtype) -> tuple[Tile,
     return tuple(dict.fromkeys((weight.few_rows_tile(x), *fitting)))
 
 
-EXPERTS, CHOSEN = 32, 4
-
-
 def mxfp4(tokens: int, outputs: int, inputs: int, workspace: Workspace) -> BenchCase:
     """What the experts of so many tokens make of their rows, in bf16."""
     device, size = torch.device("cuda"), (EXPERTS, outputs, inputs)
@@ -132,3 +129,22 @@ def mxfp4(tokens: int, outputs: int, inputs: int, workspace: Workspace) -> Bench
         lambda i, tile: copies[i].run(x, None, workspace, x.dtype, pairs, tile), len(copies),
         nbytes, lambda y: relative(y, wanted), 4e-3, 2.0 * tokens * CHOSEN * outputs * inputs,
     )  # fmt: skip
+
+
+def of_layers(family: str, workspace: Workspace, selection: Selection) -> Iterator[BenchCase]:
+    """Linear layers of a family, some rows to many."""
+    for outputs, inputs, rows in selection.layers(family):
+        both = "a16" in family and rows < 4096 and not selection.table
+        for dtype in (torch.bfloat16, *((torch.float16,) if both else ())):
+            yield gemm(family, rows, outputs, inputs, workspace, dtype)
+
+
+def of_experts(workspace: Workspace, _: Selection) -> Iterator[BenchCase]:
+    """Layers of experts in MXFP4, few tokens to many."""
+    for outputs, inputs in EXPERT_LAYERS:
+        for tokens in EXPERT_TOKENS:
+            yield mxfp4(tokens, outputs, inputs, workspace)
+
+
+CASES = {family: partial(of_layers, family) for family in LAYERS} | {"experts": of_experts}
+"""What makes the cases of a family."""

@@ -4,6 +4,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
 
@@ -13,10 +14,9 @@ from torch import Tensor
 import kernels.triton.fused as fused
 import kernels.triton.reference as twins
 from kernels.attention_inputs import KVPool
-from kernels.bench.case import BenchCase
+from kernels.bench.case import BenchCase, copies_of
 from kernels.bench.draw import FP8, relative
-from kernels.bench.shapes import Gemm, Rows
-from kernels.bench.timing import copies_of
+from kernels.bench.shapes import Gemm, Rows, Selection
 from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.common import Workspace
 from kernels.triton.sampling.edits import LISTED, Edits
@@ -80,8 +80,6 @@ SAMPLINGS = {  # temperature, top_k, top_p, standard deviation of the logits
     "top_k 50, top_p 0.9": (0.8, 50, 0.9, 4.0),
     "top_p 0.9, nearly even": (1.0, 0, 0.9, 0.5),
 }
-
-
 EDITS = ("nothing", "bias", "min_p", "mask", "all")  # of the rows, where the sampler may edit them
 
 
@@ -157,3 +155,39 @@ def rope(rows: int, per_token: bool = True, start: int = 0) -> BenchCase:
         Rows("rope", rows, 6144, nbytes),
         lambda i, cut: rope_write(*parts(i), *turns, pool, slots), copies, nbytes, error, 4e-3,
     )  # fmt: skip
+
+
+def of_fused(_: Workspace, selection: Selection) -> Iterator[BenchCase]:
+    """Norm, SwiGLU and rotation, decode and prefill; with float rows, what quantization adds. Of
+    the table those of 4096 tokens of 4096."""
+    if selection.table:
+        for dtype in (torch.int8, FP8):
+            yield quantized("norm", 4096, 4096, dtype)
+            yield quantized("silu", 4096, 4096, dtype)
+        yield quantized("silu", 4096, 14336)
+        yield rope(4096)
+        return
+    for rows in (1, 64, 4096):
+        for dtype in (torch.int8, FP8, torch.bfloat16):
+            yield quantized("norm", rows, 4096, dtype)
+            yield quantized("silu", rows, 14336, dtype)
+        for group in (None, 128):
+            yield quantized("quantize", rows, 4096, FP8, group)
+        yield quantized("norm", rows, 4096, FP8, 128)
+        yield quantized("silu", rows, 14336, FP8, 128)
+        yield rope(rows)
+    yield rope(4096, start=37)
+
+
+def of_sampling(workspace: Workspace, _: Selection) -> Iterator[BenchCase]:
+    """Tokens from the logits of a Llama-3 vocabulary."""
+    for rows in (1, 16, 64):
+        for kind in SAMPLINGS:
+            yield sampling(rows, 128256, kind, workspace)
+    for rows in (1, 64, 256):
+        yield sampling(rows, 128256, "temperature", workspace)
+        for kind in EDITS:
+            yield edited_sampling(rows, 128256, kind, workspace)
+
+
+CASES = {"fused": of_fused, "sampling": of_sampling}  # what makes the cases of a family

@@ -1,37 +1,210 @@
-"""Measuring the cases of `ptq bench --kernels` on a GPU or a CPU."""
+"""The table of `ptq bench --kernels`: cases are measured on a GPU or a CPU, a row a case, which is
+printed as it is measured, or written to a file.
+
+Beside a row may stand what others' kernels took on the same device, as measured once
+(`peers/published_peers.json`): vLLM's kernels cannot be called where the project runs, so that
+their times are constants with their source, microseconds of CUDA-graph replays, arguments rotated
+past the cache, as ours. Where a peer quantizes its inputs in an op of its own, that op is part of
+its time; ours is then compared with what quantizing adds to the op before it.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from kernels.bench.case import (
-    BenchCase,
-    Limits,
-    Row,
-    cells,
-    describe,
-    header,
-    line,
-    markdown,
-    notes,
-    to_json,
-)
-from kernels.bench.peers.published import published
-from kernels.bench.peers.run import Peers
-from kernels.bench.shapes import Gemm, Selection
-from kernels.bench.timing import CLOCKS
+from kernels.bench.case import CLOCKS, BenchCase, Limits
+from kernels.bench.peers.torch_peers import Peers
+from kernels.bench.shapes import AttentionShape, Gemm, Selection, Shape
 
+PUBLISHED = Path(__file__).parent / "peers" / "published_peers.json"
 NOMINAL = {  # bytes a microsecond; others of these generations have other memory
     "NVIDIA A100-SXM4-80GB": 2.04e6,
     "NVIDIA H100 80GB HBM3": 3.35e6,
     "NVIDIA H200": 4.8e6,
 }
+
+
+@dataclass(frozen=True)
+class Published:
+    """A time of another's kernel.
+
+    Attributes:
+        us: Microseconds.
+        kernel: Its name.
+        quantizes: Whether quantizing the inputs is part of it.
+    """
+
+    us: float
+    kernel: str
+    quantizes: bool
+
+
+@cache
+def _devices() -> dict[str, Any]:
+    return json.loads(PUBLISHED.read_text(encoding="utf-8"))
+
+
+def source(device: str) -> str | None:
+    """Where the times of a device come from; None where there are none."""
+    return _devices().get(device, {}).get("source")
+
+
+def published(device: str, shape: Shape) -> Published | None:
+    """The fastest known of a shape, with results in bf16, on a device of that very name."""
+    own = _devices().get(device, {})
+    if isinstance(shape, Gemm) and shape.dtype == "bfloat16":
+        family, size, rows = shape.family, f"{shape.outputs}x{shape.inputs}", shape.rows
+    elif isinstance(shape, AttentionShape) and shape.even and not shape.kind:
+        family, rows = f"attention {shape.cache}", shape.new
+        size = f"{shape.sequences}x{shape.context}"
+    else:
+        return None
+    found = own.get("microseconds", {}).get(family, {}).get(size, {}).get(str(rows))
+    if found is None:
+        return None
+    us, kernel = found
+    return Published(us, kernel, family in own["quantization_included"])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case as measured; microseconds.
+
+    Attributes:
+        floor: What no implementation can beat.
+        error: Distance from the twin in fp64, relative.
+        nbytes: Read and written.
+        operations: Multiplications and additions.
+        added: What quantization of the inputs adds to the op before, if they are quantized.
+        plain: Of the plain Triton kernel with the best of a few tiles, where the one that runs has
+            its layouts stated (Gluon).
+        peers: Of stock torch, by name.
+        published: Of another's kernel on the same device, measured once.
+    """
+
+    family: str
+    name: str
+    us: float
+    floor: float
+    error: float
+    nbytes: int = 0
+    operations: float = 0.0
+    added: float | None = None
+    plain: float | None = None
+    peers: dict[str, float] = field(default_factory=dict)
+    published: Published | None = None
+
+    @property
+    def gain(self) -> float | None:
+        """How much faster than the plain kernel: 0.1 where that takes a tenth longer."""
+        return None if self.plain is None else self.plain / self.us - 1
+
+    @property
+    def best(self) -> tuple[float, str] | None:
+        """The fastest peer's time and name."""
+        return min(((us, name) for name, us in self.peers.items()), default=None)
+
+    @property
+    def against_published(self) -> float | None:
+        """Times as fast as the published kernel, with what quantizing adds where it does that."""
+        if self.published is None:
+            return None
+        added = max(0.0, self.added or 0.0) if self.published.quantizes else 0.0
+        return self.published.us / (self.us + added)
+
+
+def _text(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+Column = tuple[str, int, Callable[[Row], str]]
+OWN: tuple[Column, ...] = (
+    ("", -50, lambda row: row.name),
+    ("us", 9, lambda row: _text(row.us)),
+    ("floor", 9, lambda row: _text(row.floor)),
+    ("of it", 6, lambda row: _text(row.floor / row.us, ".0%")),
+    ("error", 8, lambda row: _text(row.error, ".1e")),
+)
+BEST: tuple[Column, ...] = (
+    ("best torch", 10, lambda row: _text(row.best and row.best[0])),
+    ("ratio", 6, lambda row: _text(row.best and row.best[0] / row.us)),
+    ("op", -13, lambda row: row.best[1] if row.best else "-"),
+)
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "cuda": (
+        *OWN,
+        ("+ quant", 8, lambda row: _text(row.added)),
+        ("plain", 9, lambda row: _text(row.plain)),
+        ("gain", 7, lambda row: _text(row.gain, "+.0%")),
+        *BEST,
+        ("published", 9, lambda row: _text(row.published and row.published.us)),
+        ("ratio", 6, lambda row: _text(row.against_published)),
+        ("kernel", -1, lambda row: row.published.kernel if row.published else "-"),
+    ),
+    "cpu": (
+        *OWN,
+        ("GB/s", 7, lambda row: _text(row.nbytes / row.us / 1e3, ".1f")),
+        ("GOPS", 6, lambda row: _text(row.operations / row.us / 1e3 or None, ".0f")),
+        *BEST,
+    ),
+}
+
+
+def header(device: str) -> list[str]:
+    """Titles of the columns of a device, `cuda` or `cpu`."""
+    return [title for title, _, _ in COLUMNS[device]]
+
+
+def cells(device: str, row: Row) -> list[str]:
+    """A row's columns as text."""
+    return [text(row) for _, _, text in COLUMNS[device]]
+
+
+def line(device: str, texts: Sequence[str]) -> str:
+    """A line of the printed table: text to the left, numbers to the right."""
+    widths = [width for _, width, _ in COLUMNS[device]]
+    padded = [f"{t:<{-w}}" if w < 0 else f"{t:>{w}}" for t, w in zip(texts, widths, strict=True)]
+    return " ".join(padded).rstrip()
+
+
+def describe(limits: Limits) -> str:
+    """One line on the device."""
+    return f"{limits.device}, torch {torch.__version__}: {limits.note}; microseconds"
+
+
+def notes(limits: Limits, rows: Sequence[Row], missing: Sequence[str]) -> list[str]:
+    """What stands below a table: why peers are missing, and where published times come from."""
+    sources = [source(limits.device)] if any(row.published for row in rows) else []
+    return [*missing, *(f"published: {text}" for text in sources)]
+
+
+def markdown(device: str, limits: Limits, rows: Sequence[Row], missing: Sequence[str]) -> str:
+    """The table in Markdown."""
+    titles = header(device)
+    lines = [describe(limits), "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines += [f"| {' | '.join(cells(device, row))} |" for row in rows]
+    below = [f"- {text}" for text in notes(limits, rows, missing)]
+    return "\n".join([*lines, "", *below]).rstrip() + "\n"
+
+
+def to_json(limits: Limits, rows: Sequence[Row], missing: dict[tuple[str, str], int]) -> str:
+    """All figures; bytes and operations a microsecond."""
+    reasons = [{"peer": peer, "reason": why, "rows": n} for (peer, why), n in missing.items()]
+    data = {"torch": torch.__version__, "limits": asdict(limits)}
+    data |= {"published": source(limits.device), "missing": reasons}
+    data["rows"] = [asdict(row) | {"gain": row.gain} for row in rows]
+    return json.dumps(data, indent=1) + "\n"
 
 
 def gpu_limits() -> Limits:
@@ -48,10 +221,8 @@ def gpu_limits() -> Limits:
     taken = clock.times([clock.sample(lambda i: F.linear(a, b), 1)])[0]
     rate, name = 2 * rows * outputs * inputs / taken, torch.cuda.get_device_name()
     bandwidth = NOMINAL.get(name, copied)
-    note = (
-        f"{bandwidth / 1e6:.2f} TB/s, copy {copied / 1e6:.2f} TB/s, bf16 GEMM "
-        f"{rate / 1e6:.0f} TFLOP/s"
-    )
+    speeds = f"{bandwidth / 1e6:.2f} TB/s, copy {copied / 1e6:.2f} TB/s"
+    note = f"{speeds}, bf16 GEMM {rate / 1e6:.0f} TFLOP/s"
     return Limits(name, bandwidth, {"16 bits": rate, "8 bits": 2 * rate}, note)
 
 
@@ -86,9 +257,9 @@ class Bench:
         """
         error, shape = case.check(), case.shape
         samples = {"": case.sample(), **({} if self.peers is None else self.peers.of(shape))}
-        twin = fastest(case, case.twins)
-        if twin is not None:
-            samples["plain"] = case.sample(twin)
+        twins = sorted(case.timed(case.twins), key=itemgetter(1))
+        if twins:
+            samples["plain"] = case.sample(twins[0][0])
         times = CLOCKS[case.device].times(list(samples.values()))
         peers = dict(zip(samples, times, strict=True))
         us, plain = peers.pop(""), peers.pop("plain", None)
@@ -111,29 +282,24 @@ class Bench:
         return self._before[kind, *size] - self._before["", *size]
 
 
-def fastest(case: BenchCase, cuts: Iterable[Any]) -> Any | None:
-    """The fastest of some cuts that fit on the device and are right; None where none is."""
-    timed = []
-    for cut in cuts:
-        from triton.runtime.errors import OutOfResources
-
-        try:
-            case.check(cut)
-            timed.append((case.time(cut), len(timed), cut))
-        except OutOfResources:
-            continue
-    return min(timed)[2] if timed else None
-
-
 def cases_of(
     device: torch.device, families: Iterable[str], selection: Selection
 ) -> Iterator[tuple[str, BenchCase]]:
-    """The cases of families on a device."""
+    """The cases of families on a device, each made when the one before is done with."""
     if device.type == "cuda":
-        from kernels.bench.gpu_cases import of_families
+        from kernels.bench import gpu_attention, gpu_linear, gpu_rows
+        from kernels.triton.common import Workspace
+
+        workspace = Workspace.on("cuda")
+        kinds = {**gpu_attention.CASES, **gpu_linear.CASES, **gpu_rows.CASES}
+        made = {family: partial(make, workspace) for family, make in kinds.items()}
     else:
-        from kernels.bench.cpu_cases import of_families
-    return of_families(families, selection)
+        from kernels.bench import cpu_cases
+
+        made = cpu_cases.CASES
+    for family in families:
+        for case in islice(made[family](selection), selection.most):
+            yield family, case
 
 
 def limits_of(device: torch.device) -> Limits:
@@ -147,10 +313,8 @@ def limits_of(device: torch.device) -> Limits:
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> int:
     """Measure, print and write what is asked for; 1 where a result was wrong."""
-    shapes, counts = arguments.shapes, arguments.rows
-    selection = Selection(
-        arguments.table, shapes and tuple(shapes), counts and tuple(counts), arguments.most
-    )
+    shapes, counts = (own and tuple(own) for own in (arguments.shapes, arguments.rows))
+    selection = Selection(arguments.table, shapes, counts, arguments.most)
     peers, kind = Peers(device) if arguments.peers else None, device.type
     bench, rows, below = Bench(limits_of(device), peers), [], []
     print(describe(bench.limits), line(kind, header(kind)), sep="\n", flush=True)
@@ -162,7 +326,8 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> int:
         missing, reasons = ([], {}) if peers is None else (peers.messages(), peers.reasons)
         below = notes(bench.limits, rows, missing)
         if arguments.json is not None:
-            arguments.json.write_text(to_json(bench.limits, rows, reasons), encoding="utf-8")
+            text = to_json(bench.limits, rows, reasons)
+            arguments.json.write_text(text, encoding="utf-8")
         if arguments.markdown is not None:
             text = markdown(kind, bench.limits, rows, missing)
             arguments.markdown.write_text(text, encoding="utf-8")

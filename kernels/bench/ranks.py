@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -90,13 +89,11 @@ def _collect(processes: list[Any], answers: Any) -> list[Any]:
 
 
 def _run(
-    rank: int,
-    count: int,
-    store: str,
-    answers: Any,
-    work: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    rank: int, count: int, store: str, answers: Any, work: Callable[..., Any], arguments: Any
 ) -> None:
+    def at(what: str) -> None:
+        answers.put((rank, "at", what))
+
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     shared = torch.cuda.device_count() < count
     device = torch.device("cuda", 0 if shared else rank)
@@ -106,17 +103,12 @@ def _run(
             "gloo" if shared else "nccl", init_method=f"file://{store}", rank=rank,
             world_size=count, device_id=None if shared else device,
         )  # fmt: skip
-        at = partial(_at, answers, rank)
         answers.put((rank, "found", work(rank, device, at, *arguments)))
     except Exception:  # whoever started the ranks raises it
         answers.put((rank, "failed", traceback.format_exc()))
     answers.close()
     answers.join_thread()
     time.sleep(SECONDS)  # peers may still use this rank's memory: whoever started it ends it
-
-
-def _at(answers: Any, rank: int, what: str) -> None:
-    answers.put((rank, "at", what))
 
 
 def _end_with(parent: int) -> None:

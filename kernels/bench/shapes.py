@@ -28,15 +28,6 @@ SHAPES = (GATE_UP, DOWN, QKV, OUT)
 ROWS = (1, 16, 64, 256)
 DECODE = ((1, 4096), (16, 4096), (64, 4096), (64, 1024), (8, 32768))
 PREFILL = (((1024,), 1024), ((1024,), 4096), ((1024,) * 8, 1024), ((2048,), 32768))
-MIXED = (1,) * 16 + (1024,)
-EXPERT_TOKENS = (1, 16, 64, 512)
-EXPERT_LAYERS = ((5760, 2880), (2880, 2880))  # of a gpt-oss-20b
-FEW = (128,)  # after a long context
-KINDS_DECODE = ((1, 4096), (16, 4096), (64, 1024))
-KINDS_PREFILL = (((1024,), 1024), ((1024,), 4096))
-CPU_SHAPES = ((8192, 2048), (2048, 8192))
-CPU_ROWS = (1, 4, 16, 64, 256)
-CPU_CONTEXTS = (1024, 8192)
 
 TABLE = {  # the rows of `--table`: families, and of linear layers the rows of each shape
     "w4a16": {GATE_UP: (*ROWS, 4096), DOWN: ROWS, QKV: (1, 16), OUT: (1, 16)},
@@ -152,9 +143,8 @@ class Selection:
 
     def layers(self, family: str) -> Iterator[tuple[int, int, int]]:
         """Outputs, inputs and rows of the linear layers of a family."""
-        table = TABLE.get(family, {}) if self.table else dict.fromkeys(SHAPES, ROWS)
-        if not self.table:
-            table |= dict.fromkeys((GATE_UP, DOWN), (*ROWS, 4096))
+        whole = dict.fromkeys(SHAPES, ROWS) | dict.fromkeys((GATE_UP, DOWN), (*ROWS, 4096))
+        table = TABLE.get(family, {}) if self.table else whole
         for outputs, inputs in self.shapes or table:
             for rows in self.rows or table.get((outputs, inputs), ROWS):
                 yield outputs, inputs, rows

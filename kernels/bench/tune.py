@@ -1,6 +1,6 @@
 """Measuring tiles on a GPU, and writing the device's table (`ptq bench --tune`).
 
-Every candidate is checked against its twin, then timed as `kernels.bench.timing` says. What the
+Every candidate is checked against its twin, then timed as `kernels.bench.case` says. What the
 table has for other families or shapes is kept.
 """
 
@@ -13,21 +13,14 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernels.bench.shapes import DECODE, PREFILL, TUNED_ATTENTION, TUNED_PROMPTS
-from kernels.triton.tuning import (
-    PARTS,
-    KVSplit,
-    PrefillTile,
-    Tile,
-    bucket,
-    file_of,
-    gemm_tile,
-    multiprocessors,
-)
+from kernels.triton import tuning
+from kernels.triton.tuning import KVSplit, PrefillTile, Tile, bucket
 
 if TYPE_CHECKING:  # the rest needs Triton, and its absence is reported
     from kernels.bench.case import BenchCase
@@ -47,7 +40,7 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
         for splits in (1, 2, 3, 4, 5, 8) if rows <= 64 else (1, 2, 3):
             programs = outputs // size * -(-rows // tall) * splits
             fills = 0.75 * processors <= programs <= 4.2 * processors
-            fills = fills and programs * size * tall <= PARTS
+            fills = fills and programs * size * tall <= tuning.PARTS
             worth = splits == 1 or (fills and rows <= 1024 and inputs // splits >= 512)
             if outputs % size == 0 and worth:
                 steps = (256, 128) if family == "fp8" and inputs % 256 == 0 else (128,)
@@ -69,14 +62,8 @@ def _whole(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
 def _wide(rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
     """16-bit weights: tiles of 8 to 32 KB, one to three programs an SM."""
     tall = min(bucket(rows), 64)
-    for size, step, stages in (
-        (64, 256, 5),
-        (64, 128, 5),
-        (64, 128, 4),
-        (64, 64, 5),
-        (128, 128, 3),
-        (128, 64, 5),
-    ):
+    kinds = ((64, 256, 5), (64, 128, 5), (64, 128, 4), (64, 64, 5), (128, 128, 3), (128, 64, 5))
+    for size, step, stages in kinds:
         for splits in (1, 2, 3, 4):
             few = outputs // size * splits <= 264 or splits == 1
             if outputs % size == 0 and inputs % step == 0 and few:
@@ -85,7 +72,9 @@ def _wide(rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
 
 def _many_rows(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
     """4-bit weights: what the kernel for few rows would take, and tiles of the one for many."""
-    yield gemm_tile(family.removesuffix("_many"), torch.device("cuda"), rows, outputs, inputs)
+    yield tuning.gemm_tile(
+        family.removesuffix("_many"), torch.device("cuda"), rows, outputs, inputs
+    )
     sizes = ((256, 128, 4), (128, 128, 4), (128, 256, 6), (256, 64, 6), (128, 64, 6))
     if family == "w4a8_two_level_many":
         sizes = ((256, 128, 5), (128, 256, 4), (128, 128, 6), (256, 64, 6), (128, 64, 6))
@@ -124,32 +113,17 @@ def cuts(sequences: int, context: int, processors: int) -> Iterator[KVSplit]:
 
 def blocks() -> Iterator[PrefillTile]:
     """Candidates of prefill attention, heads of 128; the last with warps of different tasks."""
-    for rows, tokens, warps in (
-        (64, 64, 4),
-        (64, 32, 4),
-        (128, 64, 8),
-        (128, 32, 8),
-        (256, 32, 16),
-    ):
+    kinds = ((64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (256, 32, 16))
+    for rows, tokens, warps in kinds:
         yield PrefillTile(rows, tokens, warps, 3)
     yield PrefillTile(128, 64, 4, 0)
 
 
 def best(case: BenchCase, candidates: Iterator[Any]) -> tuple[Any, float]:
     """The fastest candidate and its microseconds."""
-    from triton.runtime.errors import OutOfResources
-
-    found = []
-    for candidate in candidates:
-        try:
-            case.check(candidate)
-        except OutOfResources as error:
-            log.info("%s %s: %s", case.name, candidate, error)
-            continue
-        found.append((candidate, case.time(candidate)))
-    finals = sorted(found, key=lambda entry: entry[1])[:4]
+    finals = sorted(case.timed(candidates), key=itemgetter(1))[:4]
     finals = [(candidate, case.time(candidate)) for candidate, _ in finals]
-    ranked = sorted(finals, key=lambda entry: entry[1])
+    ranked = sorted(finals, key=itemgetter(1))
     log.info("%s: %s", case.name, "; ".join(f"{c} {us:.2f}" for c, us in ranked))
     return ranked[0]
 
@@ -170,7 +144,7 @@ def has_choice(family: str, rows: int) -> bool:
 
 def tune_families(arguments: argparse.Namespace, device: torch.device) -> int:
     """Measure all families that are asked for and run here, and write each into the table."""
-    path = arguments.output or file_of(device)
+    path = arguments.output or tuning.file_of(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for family in arguments.families:
@@ -194,7 +168,7 @@ def entries(
     from kernels.bench import gpu_attention, gpu_linear
     from kernels.triton.common import Workspace
 
-    workspace, processors = Workspace.on(device), multiprocessors(device)
+    workspace, processors = Workspace.on(device), tuning.multiprocessors(device)
     dtype = torch.bfloat16 if family.endswith("16_bits") else torch.int8
     if family in TUNED_PROMPTS:
         for new, context in PREFILL:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
 from formats.errors import RecipeError
@@ -28,14 +27,10 @@ from ptq.recipe.peers import QUANTIZERS
 from ptq.recipe.reading import LoadedRecipe, read_recipe
 from ptq.text import format_table, typed_path
 
-if TYPE_CHECKING:
+with later():
     import ptq.plan.plan as planning
     import ptq.report.report as reporting
     from ptq.report.parts import peers as rows
-else:
-    planning = later("ptq.plan.plan")
-    reporting = later("ptq.report.report")
-    rows = later("ptq.report.parts.peers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,21 +57,13 @@ def _measure(loaded: LoadedRecipe, progress: bool) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq peers`."""
-    made = CommandParser(
-        prog="ptq peers",
-        description=(__doc__ or "").split("\n\n")[0],
-        epilog=f"Peers: {', '.join(QUANTIZERS)}. "
-        "Exit codes: 0 all peers ran, 1 one of them could not, 2 errors.",
-    )
+    codes = "Exit codes: 0 all peers ran, 1 one of them could not, 2 errors."
+    about, names = (__doc__ or "").split("\n\n")[0], ", ".join(QUANTIZERS)
+    made = CommandParser(prog="ptq peers", description=about, epilog=f"Peers: {names}. {codes}")
     add_recipe_arguments(made)
-    made.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="NAME[=PYTHON]",
-        help="measure this one instead of those of the recipe, under its own interpreter if one is "
-        "given; may be repeated",
-    )
+    peer = "measure this one instead of those of the recipe, under its own interpreter if one is "
+    peer += "given; may be repeated"
+    made.add_argument("--peer", action="append", default=[], metavar="NAME[=PYTHON]", help=peer)
     add_quiet(made)
     return made
 
@@ -89,7 +76,9 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
     """
     overrides = overrides_of(arguments)
     if arguments.peer:
-        peers = json.dumps([_peer(text) for text in arguments.peer])
+        pairs = (text.partition("=")[::2] for text in arguments.peer)
+        named = [{"name": name} | ({"python": python} if python else {}) for name, python in pairs]
+        peers = json.dumps(named)
         given = " ".join(f"--peer {text}" for text in arguments.peer)
         overrides.append(Override(f"report.peers={peers}", given))
     loaded = read_recipe(arguments.recipe, overrides)
@@ -99,8 +88,3 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
             f"--peer NAME. Allowed: {', '.join(QUANTIZERS)}"
         )
     return loaded.pinned()
-
-
-def _peer(text: str) -> dict[str, str]:
-    name, _, python = text.partition("=")
-    return {"name": name} | ({"python": python} if python else {})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,41 +113,31 @@ def measure_peers(
 def _job(
     folder: Path, recipe: Recipe, choice: PeerChoice, calibration: TokenSet, evaluation: TokenSet
 ) -> dict[str, Any]:
-    """What `ptq.peers.quantize_job` is given; its tokens lie in a folder."""
+    """What `ptq.peers.quantize_job` is given; its tokens are in a folder."""
     tensors = {}
     for name, tokens in (("calibration", calibration), ("evaluation", evaluation)):
         tensors |= {name: tokens.ids.contiguous(), f"{name}_mask": tokens.mask.contiguous()}
     save_file(tensors, folder / "tokens.safetensors")
     (folder / "scratch").mkdir()
-    return {
-        "adapter": str(choice.spec.adapter),
-        "folder": str(folder),
-        "model": str(recipe.model.folder.resolve()),
-        "options": dict(choice.spec.options),
-        "threads": torch.get_num_threads(),
-    }
+    spec, model = choice.spec, str(recipe.model.folder.resolve())
+    job = {"folder": str(folder), "model": model, "threads": torch.get_num_threads()}
+    own = {"adapter": str(spec.adapter), "function": spec.function, "options": dict(spec.options)}
+    return job | own
 
 
 def peer_process(choice: PeerChoice, job: dict[str, Any], log: Path, cpu_only: bool) -> PeerProcess:
     """The process of a peer, which is started where its job's files are."""
     settings = {"TOKENIZERS_PARALLELISM": "false"}
     settings |= {"CUDA_VISIBLE_DEVICES": ""} if cpu_only else {}
-    return PeerProcess(
-        choice.interpreter,
-        KIND,
-        job,
-        log,
-        settings=settings,
-        cwd=Path(job["folder"]),
-        timeout=choice.timeout,
-    )
+    where = {"settings": settings, "cwd": Path(job["folder"]), "timeout": choice.timeout}
+    return PeerProcess(choice.interpreter, KIND, job, log, **where)
 
 
+@dataclass(frozen=True)
 class SentLogits:
     """The logits that a peer's process sends, as a `Scorer`."""
 
-    def __init__(self, process: PeerProcess) -> None:
-        self._process = process
+    process: PeerProcess
 
     def score(self, ids: Tensor) -> Tensor:
         """Logits fp32 [T, vocabulary] of the next evaluation sequence [T].
@@ -154,7 +145,7 @@ class SentLogits:
         Raises:
             EngineError: the process failed, or what it sent cannot be judged.
         """
-        logits = load(self._process.frame())["logits"]
+        logits = load(self.process.frame())["logits"]
         if len(logits) != len(ids) or not torch.isfinite(logits).all():
             raise EngineError(
                 f"its logits {list(logits.shape)} of {len(ids)} tokens are not finite, or too few"
@@ -177,16 +168,10 @@ def _measure(
         found["accuracy"] = accuracy
     except EngineError as error:
         found["error"] = without_folders(str(error))
-    return PeerRow(
-        name=choice.name,
-        method=spec.method,
-        package=spec.package,
-        version=version,
-        threads=torch.get_num_threads(),
-        **found,
-    )
+    found |= {"method": spec.method, "package": spec.package, "version": version}
+    return PeerRow(name=choice.name, threads=torch.get_num_threads(), **found)
 
 
 def without_folders(text: str) -> str:
-    """Text with absolute paths cut to their last name: reports do not tell where things lie."""
+    """Text with absolute paths cut to their last name: reports do not say where things are."""
     return re.sub(r"(?<![\w./])/(?:[^\s/'\":]+/)+", "", text)

@@ -5,8 +5,8 @@ record of the quantization, its seconds and the largest memory. Each of the othe
 file with the `logits`, fp32 [tokens, vocabulary], of one evaluation sequence, in order. A pipe
 holds little, so no more than one sequence is ever on its way.
 
-Its environment needs torch, transformers, safetensors and the peer's package. An adapter has one
-function `quantize(job: QuantizeJob) -> model`, which loads the model, quantizes it within
+Its environment needs torch, transformers, safetensors and the peer's package. An adapter has a
+function of a `QuantizeJob`, which the job names: it loads the model, quantizes it within
 `job.timed()`, and gives it back.
 """
 
@@ -84,7 +84,7 @@ def do(
     torch.set_num_threads(job["threads"])
     tokens = load_file(folder / "tokens.safetensors")
     described = QuantizeJob(folder, job, tokens)
-    model = adapter.quantize(described)
+    model = getattr(adapter, job["function"])(described)
     torch.set_num_threads(job["threads"])  # packages set it as well
     send({"seconds": described.seconds, "peak_rss_bytes": described.peak_rss_bytes})
     with torch.no_grad():

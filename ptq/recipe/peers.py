@@ -24,9 +24,9 @@ from pydantic import AfterValidator, Field
 
 from formats.errors import suggestion
 from formats.scheme import Strict
-from inference.bench.peers.spec import PeerSpec
+from inference.bench.peers.process import PeerSpec
 
-ADAPTERS = Path(__file__).resolve().parents[1] / "peers" / "adapters"
+ADAPTERS = Path(__file__).resolve().parents[1] / "peers" / "adapters.py"
 JOB_NEEDS = ("torch", "transformers", "safetensors")
 
 
@@ -38,24 +38,26 @@ class Quantizer(PeerSpec):
         method: What it does, in a few words.
         options: What its adapter is given.
         in_extra: Whether our extra `peers` holds the package.
+        function: Of its adapter.
     """
 
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
     in_extra: bool = False
+    function: str = "quantize"
 
 
 def _quantizer(
-    method: str, package: str, adapter: str, *needs: str, in_extra: bool = False, **options: Any
+    method: str, package: str, function: str, *needs: str, in_extra: bool = False, **options: Any
 ) -> Quantizer:
     """A way of a package; `needs` are distributions that it does not install itself."""
-    path = ADAPTERS / f"{adapter}_adapter.py"
-    return Quantizer(package, (*JOB_NEEDS, *needs), path, method, options, in_extra)
+    needed = (*JOB_NEEDS, *needs)
+    return Quantizer(package, needed, ADAPTERS, method, options, in_extra, function)
 
 
 def _bitsandbytes(method: str, bits: int) -> Quantizer:
-    package = adapter = "bitsandbytes"
-    return _quantizer(method, package, adapter, "accelerate", in_extra=True, bits=bits)
+    package = function = "bitsandbytes"
+    return _quantizer(method, package, function, "accelerate", in_extra=True, bits=bits)
 
 
 def _llm_compressor(method: str, **options: Any) -> Quantizer:

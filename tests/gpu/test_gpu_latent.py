@@ -14,7 +14,7 @@ from tests.tiny_families import DEEPSEEK
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     from kernels.attention_inputs import KVPool
-    from kernels.bench import gpu_latent
+    from kernels.bench import gpu_attention
     from kernels.triton.attention.latent import LatentTile
     from kernels.triton.attention.latent_write import latent_write
 
@@ -38,13 +38,13 @@ def test_quantized_models_are_as_on_the_cpu(make_model, make_quantized, preset):
 @pytest.mark.parametrize("heads", [16, 20, 128])
 def test_attention_over_latents(dtype, heads, workspace):
     for sequences, context in ((1, 64), (3, 640), (5, 4096)):
-        case = gpu_latent.latents(sequences, context, workspace, dtype, heads)
+        case = gpu_attention.latents(sequences, context, workspace, dtype, heads)
         case.check()
         own = min(32, 1 << (heads - 1).bit_length())
         for splits in (1, 3, 32):
             case.check((LatentTile(own, splits=splits), LatentTile(own, 32 // own)))
         assert torch.equal(case.call(0, None), case.call(0, None))
-    gpu_latent.latents(2, 1024, workspace, dtype, heads, new=200).check()
+    gpu_attention.latents(2, 1024, workspace, dtype, heads, new=200).check()
 
 
 def test_latents_are_written_as_on_the_cpu():

@@ -29,7 +29,7 @@ def test_what_methods_share_knows_no_method():
 
 
 def test_quantizing_does_not_import_the_engine():
-    allowed = {"inference.bench.peers.spec"}  # what a recipe's peers are
+    allowed = {"inference.bench.peers.process"}  # what a recipe's peers are
     for path, room in ROOMS.items():
         if room in QUANTIZING:
             engine = {n for n in imported_modules(path) if n.startswith("inference")}

@@ -18,7 +18,6 @@ files share they import from `peer_child`, which is this one.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
@@ -26,6 +25,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -35,12 +35,8 @@ from typing import Any, BinaryIO, TextIO
 
 def load_file(path: str, name: str) -> ModuleType:
     """A file as a module, under a name that shadows no package."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    module = sys.modules[name] = ModuleType(name)
+    SourceFileLoader(name, path).exec_module(module)
     return module
 
 

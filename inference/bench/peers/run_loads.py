@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from peer_child import peak_rss_bytes  # pyright: ignore[reportMissingImports]
@@ -27,12 +26,10 @@ from peer_child import peak_rss_bytes  # pyright: ignore[reportMissingImports]
 SEED = 0
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(SimpleNamespace):
     """What an adapter is given.
 
     Attributes:
-        adapter: Its file.
         config: config.json of the shape.
         name: Of the shape, unlike that of any other; files are named after it.
         work: Folder for files.
@@ -42,27 +39,32 @@ class Job:
         prepare: Whether only files are to be written.
     """
 
-    adapter: str
-    config: dict[str, Any]
-    name: str
-    work: str
-    format: str
-    cache: str | None
-    threads: int
-    prepare: bool
-
     def path(self, *parts: str) -> Path:
         """Path of a file of this shape, its name made of parts."""
         return Path(self.work) / "-".join([self.name, *parts])
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of K and V of one token in all layers."""
+        config, heads = self.config, self.config["num_attention_heads"]
+        dim = config.get("head_dim") or config["hidden_size"] // heads
+        return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * dim
+
+    def random_model(self, dtype: str) -> Any:
+        """The shape in transformers, with random weights of a type of torch, by its name."""
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        shape = AutoConfig.for_model(**self.config)
+        return AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype))
 
 
 def run_load(model: Any, vocabulary: int, load: dict[str, int]) -> dict[str, Any]:
     """Run a load once; gives the fields of a `Run`."""
     batch, new = load["batch"], load["new_tokens"]
     numbers = random.Random(SEED)
-    prompts = [
-        [numbers.randrange(vocabulary) for _ in range(load["prompt_tokens"])] for _ in range(batch)
-    ]
+    places = range(load["prompt_tokens"])
+    prompts = [[numbers.randrange(vocabulary) for _ in places] for _ in range(batch)]
     times = model.run(prompts, new)
     if len(times) != new + 1:
         raise ValueError(f"{new} tokens were asked for, {len(times) - 1} came")

@@ -1,4 +1,4 @@
-"""The runtimes that `ptq bench --peer` shows beside the engine.
+"""The runtimes that `ptq bench --peer` shows beside the engine, and how one runs loads.
 
     --peer llama.cpp=envs/llama/bin/python --peer transformers
 
@@ -8,16 +8,24 @@ checkpoint's weights unless `--peer-format` names another.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.errors import EngineError, RequestError
 from formats.scheme import LayerScheme
-from inference.bench.peers.spec import PeerSpec
+from inference.bench.peers.process import PeerProcess, PeerSpec, threads
 
-ADAPTERS = Path(__file__).resolve().parent / "adapters"
+if TYPE_CHECKING:
+    from inference.bench.load import Load, Run
+
+KIND = Path(__file__).resolve().parent / "run_loads.py"
+ADAPTERS = KIND.parent / "adapters"
 
 
 @dataclass(frozen=True)
@@ -37,33 +45,23 @@ class Runtime(PeerSpec):
     has_files: bool = True
 
 
+# fmt: off
 RUNTIMES = {
     "llama.cpp": Runtime(
-        "llama-cpp-python",
-        ("gguf", "numpy"),
-        ADAPTERS / "llama_cpp_adapter.py",
-        ("Q4_0", "Q4_K_M", "Q8_0", "F16"),
-        {4: "Q4_0", 8: "Q8_0", 16: "F16"},
-        ("f16", "q8_0"),
+        "llama-cpp-python", ("gguf", "numpy"), ADAPTERS / "llama_cpp_adapter.py",
+        ("Q4_0", "Q4_K_M", "Q8_0", "F16"), {4: "Q4_0", 8: "Q8_0", 16: "F16"}, ("f16", "q8_0"),
     ),
     "openvino": Runtime(
-        "openvino",
-        ("optimum-intel", "nncf", "transformers", "torch"),
+        "openvino", ("optimum-intel", "nncf", "transformers", "torch"),
         ADAPTERS / "openvino_adapter.py",
-        ("int4", "int8", "fp16"),
-        {4: "int4", 8: "int8", 16: "fp16"},
-        ("u8", "f16", "f32"),
+        ("int4", "int8", "fp16"), {4: "int4", 8: "int8", 16: "fp16"}, ("u8", "f16", "f32"),
     ),
     "transformers": Runtime(
-        "transformers",
-        ("torch",),
-        ADAPTERS / "transformers_adapter.py",
-        ("bfloat16", "float32"),
-        {4: "bfloat16", 8: "bfloat16", 16: "bfloat16"},
-        (),
-        has_files=False,
+        "transformers", ("torch",), ADAPTERS / "transformers_adapter.py",
+        ("bfloat16", "float32"), dict.fromkeys((4, 8, 16), "bfloat16"), (), has_files=False,
     ),
 }
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -127,30 +125,82 @@ def read_choices(
         if name not in RUNTIMES:
             raise RequestError(f"peer: found {name!r}; allowed are {', '.join(RUNTIMES)}", "peer")
     peers = [RUNTIMES[name] for name, _ in pairs]
-    _check_known("peer_format", formats, [peer.formats for peer in peers])
-    _check_known("peer_kv", caches, [peer.caches for peer in peers])
+    own = _last_known("peer_format", formats, [peer.formats for peer in peers])
+    kinds = _last_known("peer_kv", caches, [peer.caches for peer in peers])
     bits = 16 if scheme.weights is None else scheme.weights.bits
     return [
-        RuntimeChoice(
-            name=name,
-            python=python or sys.executable,
-            format=_last(formats, peer.formats) or peer.by_bits[bits],
-            cache=_last(caches, peer.caches),
-        )
-        for (name, python), peer in zip(pairs, peers, strict=True)
+        RuntimeChoice(name, python or sys.executable, format or peer.by_bits[bits], kind)
+        for (name, python), peer, format, kind in zip(pairs, peers, own, kinds, strict=True)
     ]
 
 
-def _check_known(param: str, asked: Sequence[str], allowed: Iterable[tuple[str, ...]]) -> None:
+def _last_known(
+    param: str, asked: Sequence[str], allowed: Sequence[tuple[str, ...]]
+) -> list[str | None]:
+    """For each peer the last that is asked for of those that it allows; None where none is."""
     known = list(dict.fromkeys(name for names in allowed for name in names))
     for name in asked:
         if name not in known:
-            raise RequestError(
-                f"{param}: found {name!r}; the peers that are asked for allow "
-                f"{', '.join(known) or 'none'}",
-                param,
-            )
+            names = ", ".join(known) or "none"
+            message = f"{param}: found {name!r}; the peers that are asked for allow {names}"
+            raise RequestError(message, param)
+    return [next((n for n in reversed(asked) if n in names), None) for names in allowed]
 
 
-def _last(asked: Sequence[str], allowed: tuple[str, ...]) -> str | None:
-    return next((name for name in reversed(asked) if name in allowed), None)
+class MeasuredModel(NamedTuple):
+    """Something that runs loads: what it is called, what it is, and how it is run."""
+
+    name: str
+    note: str
+    run: Callable[[Load], Run]
+
+
+@contextmanager
+def started(
+    choice: RuntimeChoice, config: Mapping[str, Any], shape: str, work: Path
+) -> Iterator[MeasuredModel]:
+    """A runtime in a process of its own, which ends when the context is left.
+
+    Args:
+        choice: The runtime.
+        config: config.json of the shape.
+        shape: Name of the shape.
+        work: Folder for the model's files, written where it lacks them, and for what the runtime
+            prints.
+
+    Raises:
+        EngineError: it could not be started, failed or died, now or in a run; the message is the
+            reason.
+    """
+    version, name, log = choice.check_installed(), choice.text, work / f"{choice.name}.log"
+    key = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+    job = {"adapter": str(choice.spec.adapter), "config": dict(config), "name": f"{shape}-{key}"}
+    job |= {"work": str(work.resolve()), "threads": threads()}
+    job |= {"format": choice.format, "cache": choice.cache}
+    work.mkdir(parents=True, exist_ok=True)
+
+    def run(load: Load) -> Run:
+        from inference.bench.load import Run  # the engine, which the choice of a peer needs not
+
+        with _named(name, log):
+            peer.tell(load.model_dump())
+            return Run(**peer.answer())
+
+    with ExitStack() as stack:
+        with _named(name, log):
+            if choice.spec.has_files:
+                with PeerProcess(choice.python, KIND, job | {"prepare": True}, log) as preparing:
+                    preparing.answer()
+            loading = PeerProcess(choice.python, KIND, job | {"prepare": False}, log)
+            peer = stack.enter_context(loading)
+            note = peer.answer()["note"]
+        yield MeasuredModel(name, f"{name}: {choice.spec.package} {version}, {note}", run)
+
+
+@contextmanager
+def _named(name: str, log: Path) -> Iterator[None]:
+    """Errors inside say whose they are."""
+    try:
+        yield
+    except EngineError as error:
+        raise EngineError(f"{name}: {error}. All that it printed is in {log}") from error

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
 from formats.command import run_command
-from inference.bench import steps_command
-from inference.bench.host import make_loop
+from inference.bench import command as bench
+from inference.bench.steps import make_loop
 
 
 def calls_of_a_step(batch: int) -> Counter[str]:
@@ -41,5 +41,5 @@ def test_a_step_of_many_makes_as_many_calls_as_one_of_few():
 
 
 def test_the_host_alone_is_measured_without_a_gpu(capsys):
-    assert run_command(steps_command.main, ["--host", "--batch", "2", "--context", "70"]) == 0
+    assert run_command(bench.measure_steps, ["--host", "--batch", "2", "--context", "70"]) == 0
     assert capsys.readouterr().out.startswith("host alone, batch   2: ")

@@ -31,19 +31,21 @@ def do(job, adapter, questions, send):
     time.sleep(100)
 """
 ENGINE = """
-import multiprocessing, os, sys, time
+import os, sys, time
 sys.path.insert(0, {root!r})
+from inference.bench.requests import EngineProcess
 
-def busy():
-    from inference.bench.engine_process import end_with_parent
-    end_with_parent()
-    with open({pids!r}, "w") as file:
-        file.write(f"\\n{{os.getpid()}}\\n")
-    time.sleep(100)
+class Busy:
+    path, fake = "a model", None
+
+    def load(self):
+        with open({pids!r}, "w") as file:
+            file.write(f"\\n{{os.getpid()}}\\n")
+        time.sleep(100)
 
 if __name__ == "__main__":
-    multiprocessing.get_context("spawn").Process(target=busy, daemon=True).start()
-    time.sleep(100)
+    with EngineProcess(Busy()):
+        time.sleep(100)
 """
 
 

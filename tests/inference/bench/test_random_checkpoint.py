@@ -12,10 +12,9 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from formats.files import sha256_file
 from formats.foreign.mxfp4 import SCHEME as MXFP4
-from inference.bench.engine_process import EngineSource
 from inference.bench.load import Load, run_once
-from inference.bench.random_checkpoint import random_checkpoint
-from inference.bench.random_model import RandomCheckpoint, random_tokenizer
+from inference.bench.random_model import RandomCheckpoint, random_checkpoint, random_tokenizer
+from inference.bench.requests import EngineSource
 from inference.bench.shapes import SHAPES, read_shape
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend

@@ -15,10 +15,9 @@ from formats.command import run_command
 from formats.errors import CheckpointError, EngineError, RequestError
 from inference.bench import command as bench
 from inference.bench import requests
-from inference.bench.engine_process import EngineProcess, EngineSource
 from inference.bench.figures import describe, measure_in_turns, summarize
-from inference.bench.load import Load, Run, ask, between_tokens, run_once
-from inference.bench.oracle import TOKEN, Oracle, chance_of
+from inference.bench.load import TOKEN, Load, Oracle, Run, ask, between_tokens, chance_of, run_once
+from inference.bench.requests import EngineProcess, EngineSource
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.speculate.counts import DraftCounts

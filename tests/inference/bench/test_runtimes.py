@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,8 +18,14 @@ from formats.scheme import PRESETS, LayerScheme
 from inference.bench import command as bench
 from inference.bench.figures import compare_turns
 from inference.bench.load import Load, Run
-from inference.bench.peers.process import RuntimeProcess
-from inference.bench.peers.runtimes import RUNTIMES, Runtime, RuntimeChoice, read_choices
+from inference.bench.peers.runtimes import (
+    RUNTIMES,
+    MeasuredModel,
+    Runtime,
+    RuntimeChoice,
+    read_choices,
+    started,
+)
 from inference.bench.shapes import SHAPES
 
 LOAD = Load(batch=2, prompt_tokens=5, new_tokens=3)
@@ -67,8 +74,8 @@ def fake(tmp_path, monkeypatch):
     return make
 
 
-def process(spec: RuntimeChoice, work: Path, config: object = None) -> RuntimeProcess:
-    return RuntimeProcess(spec, config or {"vocab_size": 50}, "tiny", work)  # pyright: ignore[reportArgumentType]
+def process(spec: RuntimeChoice, work: Path, config=None) -> AbstractContextManager[MeasuredModel]:
+    return started(spec, config or {"vocab_size": 50}, "tiny", work)
 
 
 def test_a_run_is_what_the_adapter_timed(fake, tmp_path, monkeypatch):
@@ -106,15 +113,14 @@ def test_a_run_is_what_the_adapter_timed(fake, tmp_path, monkeypatch):
 def test_a_peer_that_fails_says_why(fake, tmp_path, monkeypatch, old, new, reason):
     assert old in STAND_IN
     spec = fake(STAND_IN.replace(old, new))
-    peer = process(spec, tmp_path / "w")
-    started, popen = [], subprocess.Popen
+    processes, popen = [], subprocess.Popen
     monkeypatch.setattr(
-        subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1]
+        subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1]
     )
-    with pytest.raises(EngineError, match=reason), peer:
+    with pytest.raises(EngineError, match=reason), process(spec, tmp_path / "w") as peer:
         peer.run(LOAD)
-    assert started
-    assert all(p.returncode is not None for p in started)  # they have ended, and were waited for
+    assert processes
+    assert all(p.returncode is not None for p in processes)  # they have ended, and were waited for
 
 
 def test_a_missing_package_says_what_to_install(fake):

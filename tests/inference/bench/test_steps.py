@@ -10,8 +10,9 @@ import torch
 
 from formats.command import run_command
 from formats.errors import EngineError
-from inference.bench import steps, steps_command
-from inference.bench.steps_table import Figures, Step, describe, table, to_json
+from inference.bench import command as bench
+from inference.bench import steps
+from inference.bench.steps import Figures, Step, describe, table, to_json
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
@@ -94,7 +95,7 @@ def test_a_scheme_that_does_not_fit_is_told_and_the_others_measured(monkeypatch,
     monkeypatch.setattr("inference.backend.require_device", lambda device: None)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Chip")
     file = tmp_path / "gpu.json"
-    assert steps_command.main(["--schemes", "float", "a8w8c8", "a8w8c8", "--json", str(file)]) == 1
+    assert bench.measure_steps(["--schemes", "float", "a8w8c8", "a8w8c8", "--json", str(file)]) == 1
     out = capsys.readouterr().out
     assert "float: memory is too small" in out
     assert out.count("| a8w8c8 |") == 1
@@ -104,7 +105,7 @@ def test_a_scheme_that_does_not_fit_is_told_and_the_others_measured(monkeypatch,
 @pytest.mark.parametrize("command", [["--schemes", "a8w8c8"], ["--schemes", "w5"]])
 def test_one_line_says_why_it_does_not_run(command, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert run_command(steps_command.main, command) == 2
+    assert run_command(bench.measure_steps, command) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert err.startswith("error: ")
@@ -114,7 +115,7 @@ def test_one_line_says_why_it_does_not_run(command, monkeypatch, capsys):
 def test_a_gpu_without_triton(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert run_command(steps_command.main, []) == 2
+    assert run_command(bench.measure_steps, []) == 2
     assert capsys.readouterr().err == (
         "error: device: a GPU needs Triton, which is not installed: pip install "
         f"'triton>=3.6' (for torch {torch.__version__})\n"
@@ -124,5 +125,5 @@ def test_a_gpu_without_triton(monkeypatch, capsys):
 @pytest.mark.parametrize("arguments", [["--batch", "0"], ["--context", "0"]])
 def test_sizes_that_mean_nothing_are_refused(arguments):
     with pytest.raises(SystemExit) as caught:
-        steps_command.main(arguments)
+        bench.measure_steps(arguments)
     assert caught.value.code == 2

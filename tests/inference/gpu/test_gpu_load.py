@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from formats.checkpoint.read import Checkpoint
 from formats.scheme import PRESETS, Scheme, WeightSpec
-from inference.bench.random_checkpoint import random_checkpoint
-from inference.bench.random_model import RandomCheckpoint
+from inference.bench.random_model import RandomCheckpoint, random_checkpoint
 from inference.bench.shapes import SHAPES
 from inference.models import read
 from inference.models.decoder import Decoder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.bench.random_checkpoint import random_checkpoint
+from inference.bench.random_model import random_checkpoint
 from inference.bench.shapes import SHAPES
 from kernels.cpu import native
 from ptq.convert.convert import convert

@@ -15,22 +15,22 @@ import torch
 import kernels.bench.command as command
 import kernels.bench.cpu_cases as cpu_cases
 import kernels.bench.measure as measure
-import kernels.bench.peers.torch_layers as layers
 import kernels.bench.peers.torch_peers as peers
-from kernels.bench.case import (
+from kernels.bench.case import BenchCase, Clock, Limits, copies_of, in_turns
+from kernels.bench.measure import (
     COLUMNS,
-    BenchCase,
-    Limits,
+    Bench,
+    Published,
     Row,
     cells,
     header,
     line,
     markdown,
+    published,
+    source,
     to_json,
 )
-from kernels.bench.measure import Bench
-from kernels.bench.peers.published import Published, published, source
-from kernels.bench.peers.run import TOLERANCE, Peers
+from kernels.bench.peers.torch_peers import TOLERANCE, Peers
 from kernels.bench.shapes import (
     CPU_FAMILIES,
     FAMILIES,
@@ -42,7 +42,6 @@ from kernels.bench.shapes import (
     Rows,
     Selection,
 )
-from kernels.bench.timing import Clock, copies_of, in_turns
 from kernels.cpu import native
 from kernels.devices import run_on_gpu
 
@@ -54,7 +53,7 @@ compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kern
 
 @pytest.fixture(autouse=True)
 def few_copies(monkeypatch):
-    monkeypatch.setattr("kernels.bench.timing.ROTATED", {"cuda": 3e6, "cpu": 3e6})
+    monkeypatch.setattr("kernels.bench.case.ROTATED", {"cuda": 3e6, "cpu": 3e6})
 
 
 def layer(family: str, rows: int = 32, group: int = 128, dtype: str = "bfloat16") -> Gemm:
@@ -64,15 +63,15 @@ def layer(family: str, rows: int = 32, group: int = 128, dtype: str = "bfloat16"
 @pytest.mark.parametrize(
     ("build", "shape"),
     [
-        (layers.linear, layer("w4a16", dtype="float16")),
-        (layers.linear, layer("fp8", dtype="float32")),
-        (layers.fp32_linear, layer("w16a16", dtype="float32")),
-        (layers.tinygemm, layer("w4a16")),
-        (layers.tinygemm, layer("w4a16_g64", 3, 64)),
-        (layers.int8_pack_mm, layer("w8a16", dtype="float32")),
-        (layers.int_mm, layer("w8a8")),
-        (layers.int_mm, layer("w8a8", 1, dtype="float32")),
-        (layers.scaled_mm, layer("fp8", 3)),
+        (peers.linear, layer("w4a16", dtype="float16")),
+        (peers.linear, layer("fp8", dtype="float32")),
+        (peers.fp32_linear, layer("w16a16", dtype="float32")),
+        (peers.tinygemm, layer("w4a16")),
+        (peers.tinygemm, layer("w4a16_g64", 3, 64)),
+        (peers.int8_pack_mm, layer("w8a16", dtype="float32")),
+        (peers.int_mm, layer("w8a8")),
+        (peers.int_mm, layer("w8a8", 1, dtype="float32")),
+        (peers.scaled_mm, layer("fp8", 3)),
         (peers.OF_ATTENTION["cuda"][0].build, AttentionShape(2, 64)),
         (peers.OF_ATTENTION["cuda"][0].build, AttentionShape(2, 96, 32)),
         (peers.OF_ATTENTION["cuda"][0].build, AttentionShape(1, 48, 48)),
@@ -92,10 +91,10 @@ def test_a_peer_computes_what_it_stands_for(build, shape):
 @pytest.mark.parametrize(
     ("build", "shape", "reason"),
     [
-        (layers.tinygemm, layer("w4a16", 257), "few rows"),
-        (layers.tinygemm, layer("w4a16", dtype="float16"), "bf16"),
-        (layers.int_mm, layer("w8a8", 16), "more than 16 rows"),
-        (layers.scaled_mm_blocks, Gemm("fp8_block", 8, 200, 384, 384), "whole blocks"),
+        (peers.tinygemm, layer("w4a16", 257), "few rows"),
+        (peers.tinygemm, layer("w4a16", dtype="float16"), "bf16"),
+        (peers.int_mm, layer("w8a8", 16), "more than 16 rows"),
+        (peers.scaled_mm_blocks, Gemm("fp8_block", 8, 200, 384, 384), "whole blocks"),
         (
             peers.OF_ATTENTION["cuda"][0].build,
             AttentionShape(17, 64, 1, even=False),
@@ -104,7 +103,7 @@ def test_a_peer_computes_what_it_stands_for(build, shape):
     ],
 )
 def test_what_torch_lacks_has_a_reason(build, shape, reason):
-    with pytest.raises(layers.UnavailableError, match=reason):
+    with pytest.raises(peers.UnavailableError, match=reason):
         build(shape, GPU)
 
 
@@ -137,11 +136,11 @@ def test_a_peer_that_is_wrong_or_refused_is_not_timed(monkeypatch):
     def never(call, copies):
         raise AssertionError("timed")
 
-    monkeypatch.setattr("kernels.bench.peers.run.TOLERANCE", 1e-9)
+    monkeypatch.setattr("kernels.bench.peers.torch_peers.TOLERANCE", 1e-9)
     found = Peers(CPU, sample=never)
     assert found.of(layer("w8a8")) == {}
     assert all("its result is off by" in reason for _, reason in found.reasons)
-    monkeypatch.setattr("kernels.bench.peers.run.TOLERANCE", 1e-2)
+    monkeypatch.setattr("kernels.bench.peers.torch_peers.TOLERANCE", 1e-2)
     monkeypatch.setitem(peers.OF_ATTENTION, "cpu", peers.OF_ATTENTION["cuda"])
     cudnn = Peers(CPU, sample=a_sample)
     assert list(cudnn.of(AttentionShape(2, 64))) == ["flash sdpa"]
@@ -387,6 +386,14 @@ def test_the_ops_of_a_cpu_are_right_beside_their_peers(monkeypatch, capsys):
 
 
 RATES = {"f32": 1e6, "int8": 1e6, "int4": 1e6}
+
+
+def test_every_family_has_its_cases():
+    pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
+    from kernels.bench import gpu_attention, gpu_linear, gpu_rows
+
+    assert {*gpu_attention.CASES, *gpu_linear.CASES, *gpu_rows.CASES} == set(FAMILIES)
+    assert set(cpu_cases.CASES) == set(CPU_FAMILIES)
 
 
 def test_the_selection_of_layers():

@@ -20,7 +20,7 @@ from calibrate.data import TokenSet, load_tokens
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
 from inference.accuracy import Accuracy, compare
-from inference.bench.peers.spec import installed
+from inference.bench.peers.process import installed
 from inference.engine import Engine
 from ptq.commands import compare as runs
 from ptq.commands import peers as command

@@ -82,25 +82,21 @@ def write_model(path: Path, config: dict[str, Any]) -> None:
 
 def shapes(config: dict[str, Any], dim: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes (rows first) of the tensors."""
-    hidden, inner, words = (
-        config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
-    )
+    sizes = ("hidden_size", "intermediate_size", "vocab_size")
+    hidden, inner, words = (config[size] for size in sizes)
     query = config["num_attention_heads"] * dim
     key = (config.get("num_key_value_heads") or config["num_attention_heads"]) * dim
     yield "token_embd.weight", (words, hidden)
     yield "output_norm.weight", (hidden,)
     if not config.get("tie_word_embeddings", False):
         yield "output.weight", (words, hidden)
+    block = {
+        "attn_norm": (hidden,), "attn_q": (query, hidden), "attn_k": (key, hidden),
+        "attn_v": (key, hidden), "attn_output": (hidden, query), "ffn_norm": (hidden,),
+        "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
+    }  # fmt: skip
     for i in range(config["num_hidden_layers"]):
-        yield f"blk.{i}.attn_norm.weight", (hidden,)
-        yield f"blk.{i}.attn_q.weight", (query, hidden)
-        yield f"blk.{i}.attn_k.weight", (key, hidden)
-        yield f"blk.{i}.attn_v.weight", (key, hidden)
-        yield f"blk.{i}.attn_output.weight", (hidden, query)
-        yield f"blk.{i}.ffn_norm.weight", (hidden,)
-        yield f"blk.{i}.ffn_gate.weight", (inner, hidden)
-        yield f"blk.{i}.ffn_up.weight", (inner, hidden)
-        yield f"blk.{i}.ffn_down.weight", (hidden, inner)
+        yield from ((f"blk.{i}.{name}.weight", shape) for name, shape in block.items())
 
 
 class Model:
@@ -116,11 +112,8 @@ class Model:
         if not self._model:
             raise RuntimeError(f"llama.cpp does not load {path}")
         self._batch = api.llama_batch_init(BATCH, 0, 1)
-        config, cache = job.config, job.cache or "f16"
-        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        elements = 2 * config["num_hidden_layers"] * heads * dim
-        self.kv_bytes_per_token = round(elements * CACHE_TYPES[cache][1])
+        cache = job.cache or "f16"
+        self.kv_bytes_per_token = round(job.kv_elements * CACHE_TYPES[cache][1])
         self.weight_bytes = path.stat().st_size
         self.note = f"{job.format}, cache {cache}, {job.threads} threads"
 

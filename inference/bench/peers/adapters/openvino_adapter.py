@@ -30,7 +30,9 @@ def prepare(job: Any) -> None:
     if out.exists():
         return
     if not source.exists():
-        write_model(source, job.config)
+        half = source.with_suffix(".part")
+        job.random_model("bfloat16").save_pretrained(half)
+        half.rename(source)
     half = out.with_suffix(".part")
     shutil.rmtree(half, ignore_errors=True)
     how = INT4 if job.format == "int4" else ("--weight-format", job.format)
@@ -38,19 +40,6 @@ def prepare(job: Any) -> None:
     command += ["--model", str(source), *how, str(half)]
     subprocess.run(command, check=True)
     half.rename(out)
-
-
-def write_model(path: Any, config: dict[str, Any]) -> None:
-    """Write a model of random bf16 weights with transformers."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    shape = AutoConfig.for_model(config["model_type"], **values)
-    model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
-    half = path.with_suffix(".part")
-    model.save_pretrained(half)
-    half.rename(path)
 
 
 class Model:
@@ -68,16 +57,10 @@ class Model:
         self._inputs = {port.any_name for port in compiled.inputs}
         found = compiled.get_property("KV_CACHE_PRECISION").get_type_name()
         group = compiled.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE")
-        config = job.config
-        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        elements = 2 * config["num_hidden_layers"] * heads * dim
-        self.kv_bytes_per_token = elements * CACHE_BYTES[found]
+        self.kv_bytes_per_token = job.kv_elements * CACHE_BYTES[found]
         self.weight_bytes = path.with_suffix(".bin").stat().st_size
-        self.note = (
-            f"{job.format}, cache {found}, dynamic quantization in groups of {group}, "
-            f"{job.threads} threads"
-        )
+        dynamic = f"dynamic quantization in groups of {group}"
+        self.note = f"{job.format}, cache {found}, {dynamic}, {job.threads} threads"
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
         """See `inference.bench.peers.run_loads`."""

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 
 class Model:
@@ -14,15 +13,13 @@ class Model:
 
     def __init__(self, job: Any) -> None:
         torch.set_num_threads(job.threads)
-        values = {key: value for key, value in job.config.items() if key != "model_type"}
-        config = AutoConfig.for_model(job.config["model_type"], **values)
-        dtype = getattr(torch, job.format)
-        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        self._model = job.random_model(job.format).eval()
+        config, size = self._model.config, self._model.dtype.itemsize
         heads = config.num_key_value_heads or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.kv_bytes_per_token = 2 * config.num_hidden_layers * heads * dim * dtype.itemsize
+        self.kv_bytes_per_token = 2 * config.num_hidden_layers * heads * dim * size
         self.weight_bytes = sum(parameter.nbytes for parameter in self._model.parameters())
-        attention = self._model.config._attn_implementation
+        attention = config._attn_implementation
         self.note = f"torch {torch.__version__}, eager, {attention}, {job.threads} threads"
 
     @torch.inference_mode()
