@@ -16,12 +16,10 @@ from inference.proposers import draft_methods
 from inference.requests.request import SamplingParams
 
 if TYPE_CHECKING:
+    from inference.engine import Engine
+with later():
     from formats.adapters import settings as adapter_settings
     from inference import engine as engines
-    from inference.engine import Engine
-else:
-    adapter_settings = later("formats.adapters.settings")
-    engines = later("inference.engine")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +78,7 @@ class _ByName(argparse.Action):
 
 
 def add_adapter_argument(parser: argparse.ArgumentParser, use: str) -> None:
-    """Which LoRA adapters are loaded; `read_adapters` reads them.
+    """Which adapters are loaded; `read_adapters` reads them.
 
     Args:
         parser: Of the command.
@@ -92,7 +90,7 @@ def add_adapter_argument(parser: argparse.ArgumentParser, use: str) -> None:
         action=_ByName,
         default={},
         metavar="NAME=FOLDER",
-        help=f"load a LoRA adapter that PEFT saved, under a name; repeatable. {use}",
+        help=f"load an adapter of PEFT (LoRA, prefix tuning) under a name; repeatable. {use}",
     )
 
 
@@ -173,9 +171,9 @@ def _speculate(text: str) -> tuple[str, str | None]:
     method, _, path = text.partition("=")
     own = draft_methods().get(method)
     if own is None:
-        told = suggestion(method, tuple(draft_methods()))
+        hint = suggestion(method, tuple(draft_methods()))
         raise argparse.ArgumentTypeError(
-            f"found {text!r}; {told} (draft is draft=PATH, eagle is eagle=PATH)"
+            f"found {text!r}; {hint} (draft is draft=PATH, eagle is eagle=PATH)"
         )
     takes_path = bool(path) if own.takes_path else own.needs is not None
     if takes_path != bool(path) or ("=" in text and not path):

@@ -80,10 +80,12 @@ class Backend(LayerFactory[L_co, X_co], Protocol[L_co, X_co]):
 
     Attributes:
         runs_drafters: Whether networks that draft run there, beside the model.
+        writes_prefixes: Whether K and V that an adapter gives can be put into its cache.
         float_sinks: Whether its kernels read K and V of sink tokens in floats.
     """
 
     runs_drafters: bool
+    writes_prefixes: bool
     float_sinks: bool
 
     def loading(self, nbytes: int) -> AbstractContextManager[object]:

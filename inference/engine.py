@@ -233,7 +233,7 @@ class Engine:
         return self._adapters.paths
 
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter, which requests name from now on (`SamplingParams.adapter`).
+        """Load an adapter, LoRA or prefix tuning, which requests name in `SamplingParams.adapter`.
 
         Args:
             name: Its name.
@@ -244,8 +244,17 @@ class Engine:
             CheckpointError: it is damaged, of another base, or of a kind that is not run.
             EngineError: adapters are not run with this model, or memory is too small.
         """
-        slot = self._adapters.load(name, path)
+        slot = self._adapters.load(name, path, prefixes=self._prefixes())
         self._scheduler.roots[slot] = self._blocks.new_root()
+
+    def _prefixes(self) -> str | None:
+        """Why K and V that an adapter gives cannot be put into the cache; None where they can."""
+        if not self.backend.writes_prefixes:
+            return "prefix tuning runs on a CPU, in one process"
+        own = self.config.speculate
+        if own is not None and draft_methods()[own.method].network:
+            return f"drafts of {own.method} come from a network that has no such prefix"
+        return None
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter.
@@ -354,14 +363,15 @@ class Engine:
                 compiled ends the request later, with an error whose `param` is "constraint".
         """
         params = params or SamplingParams()
-        name, tokens = self._new_name(request_id), self._tokens(prompt)
+        slot = self._slot_of(params.adapter)
+        given = self._adapters.given(slot)
+        name, tokens = self._new_name(request_id), self._tokens(prompt, given)
         check_tokens(params.stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
         biased = [token for token, _ in params.logit_bias]
         check_tokens(biased, self.model.config.vocab_size, "logit_bias")
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
-        slot = self._slot_of(params.adapter)
         request = ActiveRequest(
-            name, tokens, params, self.tokenizer, ends, self._length, adapter=slot
+            name, tokens, params, self.tokenizer, ends, self._length, adapter=slot, given=given
         )
         request.sequence.reference = self._reference(params)
         constraint = params.constraint
@@ -396,14 +406,17 @@ class Engine:
         Raises:
             RequestError: as in `add_request`, or places or blocks would never suffice.
         """
-        name, tokens = self._new_name(request_id), self._tokens(prompt)
+        slot = self._slot_of(adapter)
+        given = self._adapters.given(slot)
+        name, tokens = self._new_name(request_id), self._tokens(prompt, given)
         check_tokens(stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
-        room = min(max_tokens, self._length - len(tokens))
-        check_beams(beams, len(tokens), room, self._scheduler.max_batch_size, self._blocks.total)
+        length = given + len(tokens)
+        room = min(max_tokens, self._length - length)
+        check_beams(beams, length, room, self._scheduler.max_batch_size, self._blocks.total)
         params = SamplingParams(max_tokens=room, adapter=adapter)
         request = ActiveRequest(
             name, tokens, params, self.tokenizer, frozenset(), self._length, candidates=top,
-            adapter=self._slot_of(adapter),
+            adapter=slot, given=given,
         )  # fmt: skip
         request.sequence.places = beams
         self._requests.add(request)
@@ -571,9 +584,11 @@ class Engine:
     ) -> Iterator[Tensor]:
         """`score`, a step's tokens at a time: logits of `max_batched_tokens` at the most."""
         tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        self._check_prompt(tokens, room=0)
-        terms = Terms(adapter=self._slot_of(adapter))
-        sequence = TokenSequence(" score", tokens, terms, whole=True)  # no request has this name
+        slot = self._slot_of(adapter)
+        given = self._adapters.given(slot)
+        self._check_prompt(tokens, room=given)
+        ids = [0] * given + tokens
+        sequence = TokenSequence(" score", ids, Terms(adapter=slot), whole=True, given=given)
         if not self._scheduler.enter_apart(sequence):
             raise EngineError("running requests hold the cache; finish them before scoring")
         finite = False
@@ -584,13 +599,15 @@ class Engine:
                 finite = bool(torch.isfinite(logits[-1]).all())
                 yield logits
         finally:
-            self._scheduler.leave_apart(sequence, seen=len(tokens) if finite else 0)
+            self._scheduler.leave_apart(sequence, seen=len(ids) if finite else 0)
 
     def _change_blocks(self, changes: BlockChanges) -> None:
         self.backend.change_blocks(self.pools, changes)
         if changes.states:
             assert isinstance(self.model, CodeModel)
             self.model.copy_states(changes.states)
+        for fill in changes.fills:
+            self._adapters.fill(self.pools, fill)
         if self.speculation is not None:
             self.speculation.note_changes(changes)
 
@@ -600,7 +617,7 @@ class Engine:
         step = self.config.max_batched_tokens
         if batch.states is not None:
             step -= step % batch.states.piece
-        for start in range(0, count, step):
+        for start in range(sequence.given, count, step):
             now = min(step, count - start)
             work = Work.of(batch, np.array([batch.spare]), np.array([now]))
             yield work
@@ -624,11 +641,11 @@ class Engine:
             raise RequestError(f"request_id: {asked!r} is running already", "request_id")
         return asked or next(n for n in self._names if n not in self._requests)
 
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt that may be run."""
+    def _tokens(self, prompt: str | Sequence[int], given: int) -> list[int]:
+        """Token ids of a prompt that may be run after so many that an adapter gives."""
         text = isinstance(prompt, str)
         tokens = text_tokens(self.tokenizer, prompt) if text else list(prompt)
-        self._check_prompt(tokens)
+        self._check_prompt(tokens, 1 + given)
         return tokens
 
     def _reference(self, params: SamplingParams) -> list[int]:

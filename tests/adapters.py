@@ -1,4 +1,4 @@
-"""LoRA adapters of random weights, in the files that PEFT writes."""
+"""Adapters of random weights, in the files that PEFT writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from formats.checkpoint.read import Checkpoint
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -65,3 +68,32 @@ def write_adapter(
     }
     (folder / "adapter_config.json").write_text(json.dumps(written | settings))
     return folder
+
+
+def write_prefix(folder: Path, base: Path, tokens: int, seed: int = 0, **settings) -> Path:
+    """A prefix as PEFT's `save_pretrained` writes it."""
+    checkpoint = Checkpoint.open(base)
+    blocks = checkpoint.config["num_hidden_layers"]
+    width = checkpoint.weight_shape("model.layers.0.self_attn.k_proj")[0]
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randn(tokens, 2 * blocks * width, generator=generator)
+    folder.mkdir()
+    own = {"peft_type": "PREFIX_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": tokens}
+    (folder / "adapter_config.json").write_text(json.dumps(own | settings))
+    save_file({"prompt_embeddings": prompt}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def prefix_logits(base: Path, adapter: Path, tokens: list[int]) -> torch.Tensor:
+    """What transformers gives after a cache that holds the prefix, as PEFT hands it over."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    prompt = load_file(adapter / "adapter_model.safetensors")["prompt_embeddings"]
+    config = model.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    own = prompt.view(len(prompt), config.num_hidden_layers, 2, config.num_key_value_heads, dim)
+    cache = DynamicCache(config=config)
+    for layer in range(config.num_hidden_layers):
+        k, v = own[:, layer].permute(1, 2, 0, 3)[:, None]
+        cache.update(k, v, layer)
+    with torch.no_grad():
+        return model(torch.tensor([tokens]), past_key_values=cache).logits[0]

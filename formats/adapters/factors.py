@@ -43,10 +43,12 @@ class AdapterFactors:
             CheckpointError: one is of another shape, or not finite and positive.
         """
         outputs, inputs = shape
-        return (
-            self._read(f"{module}.{INPUT_DIVISOR}", inputs),
-            self._read(f"{module}.{OUTPUT_DIVISOR}", outputs),
-        )
+        divisor = self._read(f"{module}.{INPUT_DIVISOR}", inputs)
+        return divisor, self.output_divisor(module, outputs)
+
+    def output_divisor(self, module: str, outputs: int) -> Tensor:
+        """d_out [N] alone; errors as in `divisors`."""
+        return self._read(f"{module}.{OUTPUT_DIVISOR}", outputs)
 
     def _read(self, name: str, size: int) -> Tensor:
         if name not in self.files:

@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from formats.adapters.factors import AdapterFactors, read_factors
-from formats.adapters.settings import AGAIN, MERGE, LoraSettings, adapter_folder, read_settings
+from formats.adapters.settings import (
+    AGAIN,
+    MERGE,
+    LoraSettings,
+    adapter_folder,
+    read_lora_settings,
+)
 from formats.adapters.targets import Base
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
@@ -94,8 +100,9 @@ def read_lora(path: str | Path, checkpoint: Checkpoint) -> Lora:
             cannot follow what was done to the base; what is wrong is named.
     """
     folder = adapter_folder(path)
-    settings, file = read_settings(folder), _open(folder)
-    factors, base = _factors(folder, settings, checkpoint), Base(checkpoint)
+    settings, file = read_lora_settings(folder), open_weights(folder)
+    factors = factors_for(folder, settings.base_model_name_or_path, checkpoint)
+    base = Base(checkpoint)
     pairs = _pairs(file, folder)
     found = {base.find(name, str(folder)): name for name in pairs}
     if len(found) < len(pairs):
@@ -114,7 +121,12 @@ def read_lora(path: str | Path, checkpoint: Checkpoint) -> Lora:
     return Lora(folder, max(len(own.a) for own in modules.values()), modules)
 
 
-def _open(folder: Path) -> SafetensorsFile:
+def open_weights(folder: Path) -> SafetensorsFile:
+    """The tensors of an adapter.
+
+    Raises:
+        CheckpointError: there are none, or they are pickled or damaged.
+    """
     path = find_file(folder, WEIGHTS)
     if path is not None:
         return SafetensorsFile(path)
@@ -127,13 +139,17 @@ def _open(folder: Path) -> SafetensorsFile:
     raise CheckpointError(f"{folder}: found no {WEIGHTS}. {AGAIN}")
 
 
-def _factors(folder: Path, settings: LoraSettings, checkpoint: Checkpoint) -> AdapterFactors:
-    """What the adapter has to follow; nothing where it was trained on the checkpoint itself.
+def factors_for(folder: Path, trained_on: str | None, checkpoint: Checkpoint) -> AdapterFactors:
+    """What an adapter has to follow; nothing where it was trained on the checkpoint itself.
+
+    Args:
+        folder: The adapter's.
+        trained_on: Its base, as its settings name it.
+        checkpoint: What it is to run on.
 
     Raises:
         CheckpointError: it cannot.
     """
-    trained_on = settings.base_model_name_or_path
     if trained_on and _is_folder(trained_on, checkpoint.path):
         return AdapterFactors()
     _warn_of_another(folder, trained_on, checkpoint)

@@ -25,7 +25,10 @@ MERGE = (
     "Merge it into its base in PEFT where that can (`model.merge_and_unload()`, then "
     "save_pretrained), and take the merged model"
 )
-ALLOWED = "Allowed are LoRA and rsLoRA of linear layers, peft_type 'LORA'"
+ALLOWED = (
+    "Allowed are LoRA and rsLoRA of linear layers, peft_type 'LORA', with bias 'none', and prefix "
+    "tuning, 'PREFIX_TUNING'"
+)
 REFUSED = {  # keys of other adapters; values that say nothing are passed over
     "fan_in_fan_out": "its layers hold their weights as [in, out]",
     "use_dora": "DoRA divides by the norms of the merged weights",
@@ -92,7 +95,7 @@ class LoraSettings(BaseModel):
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets(self, modules: Iterable[str]) -> set[str] | None:
-        """Those of a model's linear layers that have an adapter; None where this cannot be told."""
+        """Those of a model's linear layers that have an adapter; None where this is not known."""
         wanted = self.target_modules
         if not isinstance(wanted, list):
             return None
@@ -102,6 +105,20 @@ class LoraSettings(BaseModel):
     def of_all_blocks(self) -> bool:
         """Whether every layer that `targets` names has one."""
         return self.layers_to_transform is None and not self.exclude_modules
+
+
+class PrefixSettings(BaseModel):
+    """adapter_config.json of prefix tuning (`formats.adapters.prefix`).
+
+    Attributes:
+        num_virtual_tokens: Positions of the cache that it fills.
+        base_model_name_or_path: What it was trained on.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    num_virtual_tokens: Rank
+    base_model_name_or_path: str | None = None
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, usual: Any) -> Any:
@@ -122,7 +139,7 @@ def adapter_folder(path: str | Path) -> Path:
     return folder
 
 
-def read_settings(folder: Path) -> LoraSettings:
+def read_settings(folder: Path) -> LoraSettings | PrefixSettings:
     """What an adapter's folder says of it.
 
     Raises:
@@ -135,13 +152,30 @@ def read_settings(folder: Path) -> LoraSettings:
             f"{folder}: found no {CONFIG}. Give the folder of a LoRA adapter that PEFT saved: "
             f"{CONFIG} and adapter_model.safetensors"
         )
+    if values.get("peft_type") == "PREFIX_TUNING":
+        return check_values(values, PrefixSettings, str(folder / CONFIG), AGAIN)
     reason = next(_reasons(values), None)
     if reason is not None:
         raise CheckpointError(
-            f"{folder / CONFIG}: {reason}, which is not run here. {ALLOWED}, "
-            f"with bias 'none'. {MERGE}"
+            f"{folder / CONFIG}: {reason}, which is not run here. {ALLOWED}. {MERGE}"
         )
     return check_values(values, LoraSettings, str(folder / CONFIG), AGAIN)
+
+
+def read_lora_settings(folder: Path) -> LoraSettings:
+    """`read_settings` of an adapter that changes weights, such as can be merged.
+
+    Raises:
+        CheckpointError: as there, or it is none.
+    """
+    settings = read_settings(folder)
+    if isinstance(settings, PrefixSettings):
+        raise CheckpointError(
+            f"{folder / CONFIG}: found prefix tuning, which changes no weights. Quantize the model "
+            f"without it, and load it when the model runs: `ptq predict CHECKPOINT --adapter "
+            f"NAME={folder}`"
+        )
+    return settings
 
 
 def _reasons(values: Mapping[str, Any]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families import names
+from formats.families.registry import predicting_layer
 from formats.modeling.layers import (
     embedding_name,
     head_name,
@@ -104,4 +105,6 @@ class Base:
             return "an expert of a mixture"
         if names.is_weight_only(module):
             return "a projection that is multiplied with queries and results, and has no input"
+        if predicting_layer(config, module) is not None:
+            return "a part of a layer that predicts further tokens"
         return None

@@ -39,7 +39,8 @@ class CpuBackend:
         fused: Run a whole decoder as one call where that can be; without, op by op.
     """
 
-    device, runs_drafters, float_sinks = torch.device("cpu"), True, True
+    device, float_sinks = torch.device("cpu"), True
+    runs_drafters = writes_prefixes = True
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, fused: bool = True) -> None:
         self.dtype, self._fused = dtype, fused

@@ -21,6 +21,7 @@ from inference.cpu.layers import Linear
 from inference.models.adapters import check_adaptable
 from inference.models.feed_forward import GatedMLP
 from inference.requests.request import StepResult
+from inference.scheduling.acceptance import Acceptance
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
@@ -116,7 +117,8 @@ class CodeStep:
     """
 
     def __init__(self, model: CodeModel, pools: Sequence[KVPool], batch: Batch) -> None:
-        self._windows, self._pools, self._batch = model.config.windows, pools, batch
+        self._windows, self._batch = model.config.windows, batch
+        self._pools = [pools[place] for place in model.config.places]
         self.ids, self.positions, self.rows = batch.ids, batch.positions, batch.rows
         self.pieces = batch.pieces if isinstance(batch, StateBatch) else ()
 
@@ -156,7 +158,7 @@ def forward_code(model: CodeModel, pools: Sequence[KVPool], batch: Batch) -> Ten
 
 
 class HostLoop:
-    """Steps of an engine: each is computed, and its tokens are told, before the next.
+    """Steps of an engine: each is computed, and its tokens are returned, before the next.
 
     Args:
         forward: Runs the tokens of a step: logits fp32 [R, vocabulary] of the rows wanted.
@@ -173,7 +175,7 @@ class HostLoop:
         model: CpuDecoder | CodeModel | None = None,
     ) -> None:
         self.forward, self._scheduler, self._requests = forward, scheduler, requests
-        self._model = model
+        self._acceptance, self._model = Acceptance(requests, scheduler), model
         self._adapters: CpuAdapters | None = None
 
     def adapters(self) -> CpuAdapters:
@@ -198,7 +200,7 @@ class HostLoop:
         which = np.flatnonzero(work.rows)
         result = StepResult()
         if len(which):
-            result = self._requests.take_logits(work, which, logits)
+            result = self._acceptance.take_logits(work, which, logits)
         self._scheduler.note_time(work, time.perf_counter() - start)
         return result
 

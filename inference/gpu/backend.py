@@ -48,7 +48,7 @@ class TritonBackend:
         dtype: Of activations and of float weights: fp16 or bf16.
     """
 
-    runs_drafters, float_sinks = True, False
+    runs_drafters, writes_prefixes, float_sinks = True, False, False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype

@@ -33,7 +33,7 @@ class CodeStep:
 
     def __init__(self, model: CodeModel, pools: Sequence[KVPool], batch: GpuBatch) -> None:
         self._windows, self._dtype = model.config.windows, model.dtype
-        self._pools, self._batch = pools, batch
+        self._pools, self._batch = [pools[i] for i in model.config.places], batch
         self.ids, self.positions, self.rows = batch.ids, batch.positions, batch.rows
         self.pieces = ()  # models that keep a state are refused on a GPU
         self._unturned = torch.zeros_like(batch.positions)  # all tokens at position 0

@@ -64,7 +64,7 @@ class HostBlocks:
         else:
             blocks.append(blocks.pop(0))
         if (moved := blocks[-1].moved) is not None and not moved.query():
-            moved.synchronize()  # hardly ever: a step is told before the next but one is planned
+            moved.synchronize()  # rare: a step is read before the next but one is planned
         return blocks[-1]
 
 

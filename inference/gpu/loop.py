@@ -23,6 +23,7 @@ from torch import Tensor
 from inference.gpu.adapters import GpuAdapters
 from inference.gpu.runner import GpuRunner, Launched, Prepared
 from inference.requests.request import StepResult
+from inference.scheduling.acceptance import Acceptance
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.batch import Bools, Ints
 from inference.scheduling.scheduler import Scheduler
@@ -56,6 +57,7 @@ class DeviceLoop:
         ahead: bool = True,
     ) -> None:
         self.runner, self._scheduler, self._requests = runner, scheduler, requests
+        self._acceptance = Acceptance(requests, scheduler)
         self._ahead, self.waited = ahead, 0.0
         self._on_its_way: Launched | None = None
         self._waiting = StepResult()  # the result of a step that is returned with the next
@@ -101,10 +103,10 @@ class DeviceLoop:
         device = np.flatnonzero(alive & work.samples & ~work.host)
         logprobs, firsts = launched.logprobs(), launched.firsts
         result = waiting
-        result += self._requests.take_chosen(work, device, firsts[device], tokens, logprobs)
+        result += self._acceptance.take_chosen(work, device, firsts[device], tokens, logprobs)
         read = np.flatnonzero(alive & work.host & (work.rows > 0))
         if len(read):
-            result += self._requests.take_logits(work, read, launched.logits_of(read))
+            result += self._acceptance.take_logits(work, read, launched.logits_of(read))
         for place in work.places[spoiled].tolist():
             self._scheduler.recompute(place)
         return result

@@ -41,9 +41,9 @@ from inference.gpu.ranks import StepRanks
 from inference.gpu.sizes import Size, WholeSize, decodes_of, padded_sizes, size_of, whole_size
 from inference.gpu.steps import (
     StepPlan,
+    logprob_rows,
     places,
     step_shapes,
-    told_rows,
     wanted_tokens,
     write_moved,
     write_step,
@@ -423,8 +423,8 @@ class GpuRunner:
         block = self._block_for(size)
         write_step(block.arrays, work, size)
         edits = self._edits.new_for(work)
-        told, wanted = told_rows(work, size), wanted_tokens(work, size)
-        return StepPlan(size, block.bytes, told, edits, wanted), block
+        read, wanted = logprob_rows(work, size), wanted_tokens(work, size)
+        return StepPlan(size, block.bytes, read, edits, wanted), block
 
     def _block_for(self, size: Size | WholeSize) -> HostBlock:
         """A block for the arrays of a step, which nobody reads any more."""

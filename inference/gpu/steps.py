@@ -180,7 +180,7 @@ def _wanted(work: Work) -> Ints:
     return np.repeat(ends - last, rows) + np.arange(rows.sum())
 
 
-def told_rows(work: Work, size: Size | WholeSize) -> LogprobRows | None:
+def logprob_rows(work: Work, size: Size | WholeSize) -> LogprobRows | None:
     """Whose log probabilities the device tells, in the order of the slices."""
     if not work.tells:
         return None

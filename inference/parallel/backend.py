@@ -63,7 +63,8 @@ class FirstBackend:
         side: What a rank does in its own way on the device of a backend; can be pickled.
     """
 
-    runs_drafters, float_sinks = False, False  # which the ranks' own parts decide
+    writes_prefixes = runs_drafters = False
+    float_sinks = False  # which the ranks' own parts decide
 
     def __init__(
         self,

@@ -44,6 +44,7 @@ class ActiveRequest:
         candidates: If it is held: how many of the likeliest tokens are returned whenever the next
             one is to come, which its client then chooses (`Engine.hold`).
         adapter: Slot of its adapter; -1 for none.
+        given: Tokens before the prompt whose K and V that gives.
 
     Attributes:
         sequence: Its tokens, for the scheduler.
@@ -67,7 +68,9 @@ class ActiveRequest:
         limit: int,
         candidates: int | None = None,
         adapter: int = -1,
+        given: int = 0,
     ) -> None:
+        self._given = given
         self.prompt, self.params, self._ends, self.candidates = (
             list(prompt),
             params,
@@ -88,15 +91,16 @@ class ActiveRequest:
         draw = Draw(params.temperature, params.top_p, params.top_k, least, seed)
         self._seed, terms = seed, replace(self._terms(draw, limit), adapter=adapter)
         whole = self.wants_prompt_logits
+        tokens = [0] * given + list(prompt)
         self.sequence = TokenSequence(
-            name, list(prompt), terms, whole=whole, held=candidates is not None
+            name, tokens, terms, whole=whole, held=candidates is not None, given=given
         )
         self.sequence.findable = self._findable
         self.sequence.next_masks = self.next_masks
 
     def _terms(self, draw: Draw, limit: int) -> Terms:
         """What the batch has to know of it."""
-        params, prompt = self.params, len(self.prompt)
+        params, prompt = self.params, self._given + len(self.prompt)
         plain = params.repetition_penalty == 1.0 and not (
             params.presence_penalty or params.frequency_penalty
         )
@@ -125,7 +129,7 @@ class ActiveRequest:
     @property
     def tokens(self) -> list[int]:
         """What it has generated; a list that is only ever appended to."""
-        self._tokens += self.sequence.known_from(len(self.prompt) + len(self._tokens))
+        self._tokens += self.sequence.known_from(self.sequence.prompt + len(self._tokens))
         return self._tokens
 
     @property
@@ -138,7 +142,7 @@ class ActiveRequest:
         """Of how many first tokens the logits are not wanted, but for those of the last."""
         if not self.wants_prompt_logits:
             return None
-        return self._first_scored if self.params.prompt_logprobs_start else 0
+        return self._given + self._first_scored if self.params.prompt_logprobs_start else 0
 
     @property
     def wants_prompt_logits(self) -> bool:
@@ -148,7 +152,7 @@ class ActiveRequest:
 
     def note_prompt(self, start: int, logits: Tensor) -> None:
         """Take the log probabilities of prompt tokens from the logits of those from `start` on."""
-        found = self.prompt_logprobs
+        found, start = self.prompt_logprobs, start - self._given
         assert found is not None
         tokens = self.prompt[len(found) : start + len(logits) + 1]
         known = len(found) - start - 1  # rows, from before a preemption
@@ -205,7 +209,7 @@ class ActiveRequest:
                 return "stop"
         if matcher is not None and matcher.done:
             return "stop"
-        return "length" if len(self.prompt) + len(tokens) > self.sequence.terms.last else None
+        return "length" if self.sequence.prompt + len(tokens) > self.sequence.terms.last else None
 
     def close(
         self, reason: FinishReason, error: str | None = None, param: str | None = None

@@ -52,6 +52,20 @@ class KVStats:
     preemptions: int = 0
 
 
+class Fill(NamedTuple):
+    """K and V that an adapter gives (prefix tuning), and where they are to be.
+
+    Attributes:
+        adapter: Its slot.
+        start: Position of the first of them.
+        slots: Of each, block * 64 + offset.
+    """
+
+    adapter: int
+    start: int
+    slots: list[int]
+
+
 class BlockChanges(NamedTuple):
     """What is to be done to the cache before the next step.
 
@@ -59,11 +73,13 @@ class BlockChanges(NamedTuple):
         copies: (source, destination); all sources are read before a destination is written.
         clears: Blocks that may hold NaN, and that another request may get.
         states: Rows of recurrent states, (source, destination), copied one after the other.
+        fills: What adapters give, written after all else.
     """
 
     copies: list[tuple[int, int]]
     clears: list[int]
     states: Sequence[tuple[int, int]] = ()
+    fills: Sequence[Fill] = ()
 
 
 class Beginning(NamedTuple):
@@ -122,6 +138,7 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()  # longest without an owner first
         self._partly_filled: set[int] = set()  # last blocks that were shared by `fork`
         self._changes: list[tuple[int | None, int]] = []  # (source, None for zeros; destination)
+        self._fills: list[Fill] = []
 
     @property
     def free(self) -> int:
@@ -333,18 +350,25 @@ class BlockManager:
         for held in self._held.values():
             held.chain, held.filled = [], 0
 
+    def fill(self, owner: str, adapter: int, tokens: range) -> None:
+        """Have an adapter's K and V put where an owner has some of its first tokens."""
+        table = self._held[owner].table
+        slots = [table[token // KV_BLOCK] * KV_BLOCK + token % KV_BLOCK for token in tokens]
+        self._fills.append(Fill(adapter, tokens.start, slots))
+
     def take_changes(self) -> BlockChanges | None:
         """What is to be done to the cache before the next step; given once. None: nothing."""
         states = [] if self.states is None else self.states.take_copies()
-        if not self._changes and not states:
+        if not self._changes and not states and not self._fills:
             return None
+        fills, self._fills = self._fills, []
         origin: dict[int, int | None] = {}  # of what each block is to hold
         for source, block in self._changes:
             origin[block] = None if source is None else origin.get(source, source)
         self._changes.clear()
         copies = [(source, block) for block, source in origin.items() if source is not None]
         clears = [block for block, source in origin.items() if source is None]
-        return BlockChanges(copies, clears, states)
+        return BlockChanges(copies, clears, states, fills)
 
     def stats(self) -> KVStats:
         """Counts of all blocks."""

@@ -118,7 +118,7 @@ class Scheduler:
             return self._requeue(new)
         new.computed = source.computed
         self.blocks.fork(source.name, new.name, source.computed)
-        place = self._enter(new, behind=source)
+        place = self._enter(new, after=source)
         if self._states is not None:
             self._states.copy(source.place, place)
         return None
@@ -250,6 +250,7 @@ class Scheduler:
         """Have a sequence at the spare place, with blocks for all its tokens; False without."""
         if not self.blocks.grow(sequence.name, len(sequence)):
             return False
+        self._fill(sequence, 0)
         self.batch.enter(sequence, self.batch.spare)
         self.batch.set_table(self.batch.spare, self.blocks.table(sequence.name))
         return True
@@ -395,7 +396,7 @@ class Scheduler:
             for i, (sequence, count) in enumerate(zip(self.running, left.tolist(), strict=True))
             if count > 1
         ]
-        found = [sequence.beginning.computed for sequence in waiting]
+        found = [max(sequence.beginning.computed, sequence.given) for sequence in waiting]
         prompts += [Prompt(s.order, len(s) - n, n) for s, n in zip(waiting, found, strict=True)]
         room = self.max_batched_tokens - decodes
         if decodes and self.beside_decodes is not None:
@@ -476,27 +477,35 @@ class Scheduler:
         """Get blocks for the first tokens of a waiting sequence; how many, 0 if there are none."""
         name, tokens = sequence.name, sequence.tokens
         hit = self.blocks.take_prefix(name, self._findable(sequence), self._root_of(sequence))
-        wanted, count = self.blocks.missing(name, len(tokens) + 1), min(len(tokens) - hit, budget)
+        done = max(hit, sequence.given)
+        wanted, count = self.blocks.missing(name, len(tokens) + 1), min(len(tokens) - done, budget)
         if self._states is not None:
             count = whole_pieces(hit, count, sequence.prompt, self._states.piece)
             if not count:  # less is found than when it was looked up
                 sequence.looked_up = -1
         pushes = self.running and wanted > self.blocks.available  # it would soon push others out
-        if not count or pushes or not self.blocks.grow(name, hit + count):
+        if not count or pushes or not self.blocks.grow(name, done + count):
             self.blocks.release(name)
             return 0
-        sequence.computed = hit
+        self._fill(sequence, hit)
         own = tokens if self._states is None else tokens[: sequence.prompt]
         sequence.promised = self.blocks.promise(name, own, self._root_of(sequence))
         self.queried_tokens += len(tokens)
         self.hit_tokens += hit
         return count
 
-    def _enter(self, sequence: Sequence, behind: Sequence | None = None) -> int:
+    def _fill(self, sequence: Sequence, found: int) -> None:
+        """Note how many first tokens are done: those found in the cache, and what is given."""
+        sequence.computed = max(found, sequence.given)
+        if found < sequence.given:
+            own = range(found, sequence.given)
+            self.blocks.fill(sequence.name, sequence.terms.adapter, own)
+
+    def _enter(self, sequence: Sequence, after: Sequence | None = None) -> int:
         """Give a sequence that has its blocks a place; in order last, or after another."""
         place = self.batch.enter(sequence)
         self.batch.set_table(place, self.blocks.table(sequence.name))
-        at = len(self.running) if behind is None else self.running.index(behind) + 1
+        at = len(self.running) if after is None else self.running.index(after) + 1
         self.running.insert(at, sequence)
         self._kept += sequence.places - 1
         self.__dict__.pop("order", None)

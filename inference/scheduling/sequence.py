@@ -58,7 +58,7 @@ def check_beams(beams: int, prompt: int, room: int, places: int, blocks: int) ->
     needed = shared + beams * (blocks_for(prompt + room) - shared)
     if needed > blocks:
         raise RequestError(
-            f"beam_width: {beams} beams of {room} tokens behind a prompt of {prompt} may need "
+            f"beam_width: {beams} beams of {room} tokens after a prompt of {prompt} may need "
             f"{needed} blocks of {KV_BLOCK} tokens, but the cache has {blocks}; lower beam_width "
             "or max_tokens, or raise kv_blocks",
             "beam_width",
@@ -143,6 +143,7 @@ class Sequence:
         terms: What does not change while it runs.
         whole: Whether the logits of all its tokens are wanted, not only those of the last.
         held: See below.
+        given: Likewise.
 
     Attributes:
         prompt: Number of tokens of its prompt.
@@ -160,6 +161,8 @@ class Sequence:
         next_masks: Which tokens may come next and after drafts, where that is said; see
             `ActiveRequest.next_masks`.
         reference: Tokens of a text that it is expected to repeat in parts, for drafts.
+        given: Number of its first tokens whose K and V its adapter gives; nothing is computed of
+            them, and their ids say nothing.
     """
 
     def __init__(
@@ -170,7 +173,9 @@ class Sequence:
         *,
         whole: bool = False,
         held: bool = False,
+        given: int = 0,
     ) -> None:
+        self.given = given
         self.name, self.prompt, self.terms = name, len(tokens), terms or Terms()
         self.preemptions = self.promised = 0
         self.cacheable, self.held = True, held
@@ -242,7 +247,14 @@ class Sequence:
 
     def fork(self, name: str) -> Sequence:
         """Another one with the same tokens, of which nothing is computed yet."""
-        other = Sequence(name, self.known_from(0), self.terms, whole=self.whole, held=self.held)
+        other = Sequence(
+            name,
+            self.known_from(0),
+            self.terms,
+            whole=self.whole,
+            held=self.held,
+            given=self.given,
+        )
         other.prompt, other.findable, other.cacheable = self.prompt, self.findable, self.cacheable
         other.order, other.reference = self.order, self.reference
         return other

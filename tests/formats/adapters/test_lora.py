@@ -154,7 +154,7 @@ def test_layers_that_are_stored_merged_are_cut(make_model, tmp_path):
     ("settings", "words"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"peft_type": "PREFIX_TUNING"}, "peft_type is 'PREFIX_TUNING'"),
+        ({"peft_type": "PROMPT_TUNING"}, "peft_type is 'PROMPT_TUNING'"),
         ({"use_dora": True}, "use_dora is True: DoRA"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
         ({"bias": "all"}, "bias is 'all'"),

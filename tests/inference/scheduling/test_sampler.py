@@ -12,6 +12,7 @@ import torch
 
 from inference.requests.detokenizer import Detokenizer
 from inference.requests.request import RequestOutput, SamplingParams
+from inference.scheduling.acceptance import Acceptance
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockManager
@@ -200,10 +201,11 @@ class Running:
         self._requests = ActiveRequests(scheduler, lambda blocks: None)
         self.request = ActiveRequest("a", prompt, params, Bytes(), frozenset(), limit)
         self._requests.add(self.request)
+        self._acceptance = Acceptance(self._requests, scheduler)
         self._places = scheduler.schedule().places
 
     def accept(self, token: int) -> None:
-        self._requests.take_tokens(self._places, np.array([token]), {})
+        self._acceptance.take_tokens(self._places, np.array([token]), {})
 
     def abort(self) -> RequestOutput:
         return self._requests.finish(self.request, "abort")

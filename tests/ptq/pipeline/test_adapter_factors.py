@@ -29,7 +29,7 @@ from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.driver import quantize_tokens, solve
 from ptq.pipeline.emit import adapter_factors
-from tests.adapters import write_adapter
+from tests.adapters import prefix_logits, write_adapter, write_prefix
 from tests.ptq.methods.test_folding_families import MODELS, assert_same, outputs, plant
 from tests.ptq.methods.test_smooth_k import plant as plant_keys
 from tests.ptq.quantizing import (
@@ -255,3 +255,16 @@ def test_damaged_factors_are_named(smoothed, adapter, tmp_path):
         with pytest.raises(CheckpointError, match=words) as caught:
             read_lora(adapter, Checkpoint.open(folder))
         assert name in str(caught.value)
+
+
+def test_a_prefix_is_divided_by_the_factors_of_k_and_v(model, smoothed, tmp_path):
+    checkpoint = smoothed / "checkpoint"
+    own = {
+        "moved": write_prefix(tmp_path / "a", model, 20),
+        "unmoved": write_prefix(tmp_path / "b", model, 20, base_model_name_or_path=str(checkpoint)),
+    }
+    wanted = prefix_logits(model, own["moved"], IDS.tolist()).log_softmax(1)
+    engine = Engine.from_pretrained(checkpoint, adapters=own)
+    logs = {name: engine.score(IDS, name).log_softmax(1) for name in own}
+    loss = {n: (wanted.exp() * (wanted - x)).sum(1).mean().item() for n, x in logs.items()}
+    assert loss["moved"] < loss["unmoved"] / 3, loss
