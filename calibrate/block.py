@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -20,6 +19,7 @@ from calibrate.attention import (
     watched_gradients,
     watched_latent,
 )
+from calibrate.handed import Handed
 from calibrate.transfers import passed_through, to_host
 from formats.errors import CheckpointError, RecipeError
 from formats.families.family import Family, LatentAttention
@@ -27,42 +27,6 @@ from formats.modeling.experts import Experts, OnRoute
 
 OnInput = Callable[[str, Tensor], None]
 OnOutput = Callable[[str, Tensor, Tensor | None, int, Tensor | None], None]
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a model hands to one of its blocks beside the hidden states.
-
-    Attributes:
-        args: Arguments by place, after the hidden states.
-        kwargs: Arguments by name.
-        named: Name under which it hands over the hidden states; None where they come first.
-    """
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    named: str | None = None
-
-    def call(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """All arguments of the block for hidden states [1, tokens, hidden]."""
-        if self.named is not None:
-            return self.args, {**self.kwargs, self.named: hidden}
-        return (hidden, *self.args), dict(self.kwargs)
-
-    def to(self, device: torch.device) -> Given:
-        """The same with its tensors on another device."""
-        return Given(_moved(self.args, device), _moved(dict(self.kwargs), device), self.named)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """A value, or what it holds, on another device, where these are tensors."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if type(value) in (list, tuple):
-        return type(value)(_moved(part, device) for part in value)
-    if type(value) is dict:
-        return {key: _moved(part, device) for key, part in value.items()}
-    return value
 
 
 class DecoderBlock:
@@ -77,7 +41,8 @@ class DecoderBlock:
         module: The block; its float weights may be replaced by methods.
         linears: Its linear layers by full name.
         device: Where its weights are.
-        inputs: Hidden states of each sample: [tokens, hidden], in the host's memory.
+        inputs: Hidden states of each sample: [tokens, hidden], in the host's memory; K and V of
+            earlier blocks that later ones read are in the same rows (`calibrate.handed`).
         quantized_inputs: The same after the quantized blocks before, where the stream keeps them.
         sinks: How many tokens at the beginning of each sample are sink tokens (`calibrate.sinks`):
             `on_input` and `on_kv` leave them out, `on_sinks` shows their inputs.
@@ -92,7 +57,7 @@ class DecoderBlock:
         attention: str | None,
         module: nn.Module,
         inputs: list[Tensor],
-        given: dict[int, Given],
+        handed: Handed,
         quantized_inputs: list[Tensor] | None = None,
         device: torch.device | None = None,
         names: Mapping[str, str] | None = None,
@@ -114,7 +79,7 @@ class DecoderBlock:
             for path, part in module.named_modules()
             if isinstance(part, nn.Linear)
         }
-        self._given = given
+        self.handed = handed
 
     def to(self, device: torch.device) -> Self:
         """The block as it is now, to be run beside this one; on one device they share weights."""
@@ -127,7 +92,7 @@ class DecoderBlock:
             for path, part in other.module.named_modules()
             if isinstance(part, nn.Linear)
         }
-        other._given = {length: given.to(device) for length, given in self._given.items()}
+        other.handed = self.handed.to(device)
         return other
 
     @property
@@ -174,7 +139,7 @@ class DecoderBlock:
             Hidden states [tokens, hidden], on the block's device.
         """
         with self._hooks(on_input, on_kv, on_route, cache, on_sinks):
-            return self.forward(self.inputs[sample])
+            return self.forward(self.inputs[sample], sample)
 
     @torch.no_grad()
     def outputs(
@@ -204,8 +169,9 @@ class DecoderBlock:
         order = range(len(self.inputs)) if samples is None else samples
 
         def step(hidden: Tensor) -> Tensor:
-            begin(order[len(sums)])
-            out = self.forward(hidden)
+            sample = order[len(sums)]
+            begin(sample)
+            out = self.forward(hidden, sample)
             sums.append(out.sum())
             return out
 
@@ -244,7 +210,7 @@ class DecoderBlock:
         narrow = self.inputs[sample].to(self.device)  # over the bus as it is kept
         hidden = narrow.to(gradient.dtype).requires_grad_()
         with self._gradient_hooks(on_output, on_kv), torch.enable_grad():
-            out = self.forward(hidden.clone())  # which its code may change in place
+            out = self.forward(hidden.clone(), sample)  # which its code may change in place
             try:
                 (found,) = torch.autograd.grad(out, hidden, gradient.to(self.device))
             except RuntimeError as error:
@@ -262,10 +228,10 @@ class DecoderBlock:
             for path, experts in self.module.named_modules():
                 if isinstance(experts, Experts):
 
-                    def came(i: int, tokens: Tensor, count: int, path: str = path) -> None:
+                    def count_tokens(i: int, tokens: Tensor, count: int, path: str = path) -> None:
                         rows[f"{path}.{i}"] = (tokens, count)
 
-                    stack.enter_context(experts.routed(came))
+                    stack.enter_context(experts.routed(count_tokens))
             for name, linear in self.linears.items():
                 expert = self.expert_of(name)
 
@@ -328,19 +294,22 @@ class DecoderBlock:
                 return ".".join(parts[: holder.count(".") + 2])
         return ""
 
-    def forward(self, hidden: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, sample: int, weights: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """The block's function, with gradients: hidden states [tokens, hidden] to the same.
 
         Args:
-            hidden: As long as one of the samples.
+            hidden: Of one of the samples.
+            sample: Which.
             weights: Weights to compute with in place of those of linear layers, by the layer's
                 full name.
         """
         given = {f"{self._paths[name]}.weight": w for name, w in (weights or {}).items()}
-        args, kwargs = self._given[len(hidden)].call(hidden[None].to(self.device))
+        args, kwargs, lent = self.handed.arguments(hidden.to(self.device), sample)
         called = functional_call(self.module, given, args, kwargs) if given else None
         out = self.module(*args, **kwargs) if called is None else called
-        return (out[0] if isinstance(out, tuple) else out)[0]
+        return self.handed.rows.together(out[0] if isinstance(out, tuple) else out, lent)
 
     @contextmanager
     def _hooks(

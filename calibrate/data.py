@@ -1,6 +1,6 @@
 """Text for calibration and evaluation: from any source to token sequences with masks.
 
-How texts become sequences is told in `calibrate.windows`.
+How texts become sequences is described in `calibrate.windows`.
 
 Sources, by `DatasetSpec.name`:
 

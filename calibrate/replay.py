@@ -80,6 +80,9 @@ class Replay:
         """Run a sample, and keep what ended before the first changed module began."""
         kept: dict[nn.Module, Any] = {}
         ended, begun = set[nn.Module](), list[bool]()
+        rows = self.block.handed.rows
+        lent = {*rows.after} - {*rows.before}  # made by this block, whenever its attention runs
+        lending = {self.block.submodule(own.site.module) for own in lent}
 
         def before(*_: Any) -> None:
             begun.append(True)
@@ -94,7 +97,7 @@ class Replay:
                 return
             for inside in module.modules():  # they are not called when this one is not
                 kept.pop(inside, None)
-            again = module in ended or "forward" in vars(module)
+            again = module in ended | lending or "forward" in vars(module)
             if not again and _is_plain(out):
                 kept[module] = _copied(out)
             ended.add(module)

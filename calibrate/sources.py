@@ -86,7 +86,7 @@ def local_documents(path: Path, column: str, convert: Convert) -> list[str]:
 
 
 def guess_columns(path: Path) -> dict[str, str]:
-    """The dataset's settings that read a file or folder, told by the first rows of its first table.
+    """The dataset's settings that read a file or folder, found in its first table's first rows.
 
     Returns:
         `{"column": NAME}` or `{"messages_column": NAME}`; nothing for files of text.

@@ -52,7 +52,7 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
         """Add tokens [T, K] or [T, H, D] of a module's role; see `TensorStatistics.observe`.
 
         Raises:
-            RecipeError: they hold NaN or infinity; told later of tokens on a GPU, by `gathered`.
+            RecipeError: they hold NaN or infinity; of tokens on a GPU `gathered` raises it.
         """
         if (module, role) not in self._open:
             self._open[module, role] = Accumulator(tuple(x.shape[1:]), histogram=histogram)

@@ -14,7 +14,7 @@ size, and padding cannot enter it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from calibrate.attention import ATTENTION, BESIDE
-from calibrate.block import DecoderBlock, Given
+from calibrate.block import DecoderBlock
+from calibrate.handed import Handed, Place, rows_of_blocks
+from calibrate.recorder import AllRecordedError, LastRecorder, Recorder
 from calibrate.transfers import to_host
 from calibrate.workers import ReadAhead
 from formats.errors import CheckpointError
@@ -38,53 +40,7 @@ from formats.modeling.layers import (
 from formats.modeling.load import load_own, materialize
 from formats.modeling.model import meta_model
 from formats.modeling.stored_names import renamed_modules
-
-
-class _Recorder(nn.Module):
-    """Stands in a decoder block's place: records what it is given and passes on hidden states.
-
-    Whatever else the model's code asks of the block, it finds there.
-    """
-
-    def __init__(self, block: nn.Module, outputs: int | None) -> None:
-        super().__init__()
-        self.__dict__["_block"] = block
-        self._outputs = outputs
-        self.hidden: Tensor | None = None
-        self.given = Given()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        named = next(iter(kwargs)) if not args else None
-        self.hidden = args[0] if named is None else kwargs.pop(named)
-        self.given = Given(args[1:], kwargs, named)
-        rest = (None,) * ((self._outputs or 1) - 1)
-        return self.hidden if self._outputs is None else (self.hidden, *rest)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_block"], name)
-
-
-class _AllRecordedError(Exception):
-    """The last block was reached: what comes after it needs not be run."""
-
-
-class _Last(_Recorder):
-    """The recorder in the last block's place.
-
-    Attributes:
-        after: Hidden states [1, tokens, hidden] to go on with; None to stop here.
-    """
-
-    after: Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        passed = super().forward(*args, **kwargs)
-        if self.after is None:
-            raise _AllRecordedError
-        return self.after if self._outputs is None else (self.after, *passed[1:])
+from formats.modeling.trace import handed_empty
 
 
 class BlockStream:
@@ -135,8 +91,8 @@ class BlockStream:
         self.inputs: list[Tensor] = []
         self.quantized_inputs: list[Tensor] | None = [] if quantized_path else None
         self.sinks = 0
-        self._given: list[dict[int, Given]] = [{} for _ in self.blocks]
-        self._last: _Recorder | None = None
+        self._handed = [Handed() for _ in self.blocks]
+        self._last: Recorder | None = None
 
     def _refuse_unknown_attention(self) -> None:
         """Refuse what changes attention and is not computed here.
@@ -148,9 +104,9 @@ class BlockStream:
             unknown = set(site.arguments) - BESIDE.keys() - {"mask"}
             masked = "mask" in site.arguments and len(site.arguments) > 1
             if unknown or masked:
-                told = ", ".join(sorted(unknown or site.arguments))
+                names = ", ".join(sorted(unknown or site.arguments))
                 raise CheckpointError(
-                    f"{site.module}: its code hands {told} to attention, which is not computed here"
+                    f"{site.module}: its code hands attention {names}, which is not computed here"
                 )
 
     def linears(self, block: str) -> tuple[str, ...]:
@@ -194,49 +150,70 @@ class BlockStream:
 
         Raises:
             CheckpointError: the embedding has another shape than the configuration says, or blocks
-                are handed more of a sample than its hidden states and its length.
+                are handed something of a sample that is not kept.
         """
         recorders = self._recorders()
         self._last = recorders[-1]
         self.inputs = []
         with self._loaded_when_called():
+            of_tokens = self._prepare(sequences[0], recorders)
             for ids in sequences:
                 self.inputs.append(self._embed(ids, recorders))
-                for given, recorder in zip(self._given, recorders, strict=True):
-                    given.setdefault(len(ids), recorder.given)
-            if self._found is not None:
-                self._check_given(sequences[0], recorders)
+                noted = zip(self._handed, recorders, of_tokens, strict=True)
+                for handed, recorder, places in noted:
+                    handed.note(len(ids), recorder.given, places)
         if self.quantized_inputs is not None:
             self.quantized_inputs = list(self.inputs)
 
-    def _recorders(self) -> list[_Recorder]:
+    def _recorders(self) -> list[Recorder]:
         """Put recorders into the places of the blocks."""
         found = [block.outputs for block in self._found.blocks] if self._found else None
         outputs = found or [None] * len(self._meta_blocks)
-        kinds = [_Recorder] * (len(outputs) - 1) + [_Last]
+        kinds = [Recorder] * (len(outputs) - 1) + [LastRecorder]
         each = zip(kinds, self._meta_blocks, outputs, strict=True)
         recorders = [kind(block, count) for kind, block, count in each]
         parent, _, name = self._list.rpartition(".")
         setattr(self._model.get_submodule(parent), name, nn.ModuleList(recorders))
         return recorders
 
-    def _embed(self, ids: Tensor, recorders: list[_Recorder]) -> Tensor:
+    def _embed(self, ids: Tensor, recorders: list[Recorder]) -> Tensor:
         """Hidden states of a sample before the first block, in the host's memory."""
-        with suppress(_AllRecordedError):
+        with suppress(AllRecordedError):
             self._model(input_ids=ids[None].to(self.device), use_cache=False)
         hidden = recorders[0].hidden
         assert hidden is not None
-        return to_host(hidden[0])
+        return to_host(self._handed[0].rows.hidden(hidden))
 
-    def _check_given(self, ids: Tensor, recorders: list[_Recorder]) -> None:
-        """Refuse blocks that get more of the tokens than hidden states, by another sample."""
+    def _prepare(self, ids: Tensor, recorders: list[Recorder]) -> list[list[Place]]:
+        """Find out, by a sample and another one, what blocks are handed.
+
+        Returns:
+            Of each block, which of its arguments depend on the tokens.
+        """
+        self._handed = [Handed() for _ in self.blocks]
+        if self._found is None:
+            return [[] for _ in self.blocks]
+        self._embed(ids, recorders)
+        first = [recorder.given for recorder in recorders]
+        hidden = recorders[0].hidden
+        assert hidden is not None
+        streams = len(hidden) if hidden.dim() == 4 else None
+        filled = handed_empty(first[0].kwargs)
+        for handed, rows in zip(
+            self._handed, rows_of_blocks(self._found, filled, streams), strict=True
+        ):
+            handed.rows = rows
         self._embed(ids.flip(0), recorders)
-        for block, given, recorder in zip(self.blocks, self._given, recorders, strict=True):
-            if not _same(given[len(ids)], recorder.given):
+        found = []
+        for block, given, recorder in zip(self.blocks, first, recorders, strict=True):
+            places = given.of_tokens(recorder.given)
+            if places is None:
                 raise CheckpointError(
-                    f"{block}: its code hands it more of the tokens than their hidden states, "
-                    "which calibration block by block does not keep"
+                    f"{block}: its code hands it more of the tokens than tensors, which "
+                    "calibration block by block does not keep"
                 )
+            found.append(places)
+        return found
 
     @contextmanager
     def head(
@@ -253,10 +230,10 @@ class BlockStream:
             [tokens, hidden]: its logits [tokens, vocabulary], with gradients.
         """
         last = self._last
-        assert isinstance(last, _Last), "the samples were not embedded"
+        assert isinstance(last, LastRecorder), "the samples were not embedded"
 
         def logits(ids: Tensor, hidden: Tensor) -> Tensor:
-            last.after = hidden[None]
+            last.after = self._states(hidden)
             return self._model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
 
         layer = self._model.get_output_embeddings()
@@ -321,23 +298,34 @@ class BlockStream:
         The model's code makes it of the last block's outputs, by a norm as a rule.
         """
         last, seen = self._last, list[Tensor]()
-        assert isinstance(last, _Last), "the samples were not embedded"
+        assert isinstance(last, LastRecorder), "the samples were not embedded"
 
         def stop(_: nn.Module, args: tuple[Tensor]) -> None:
             seen.append(args[0])
-            raise _AllRecordedError
+            raise AllRecordedError
 
         head = self._model.get_output_embeddings().register_forward_pre_hook(stop)
         try:
             with self._loaded_when_called():
                 for i, hidden in enumerate(self.inputs):
-                    last.after = hidden[None].to(self.device)
-                    with suppress(_AllRecordedError):
-                        self._model(inputs_embeds=last.after, use_cache=False)
+                    last.after = self._states(hidden.to(self.device))
+                    with suppress(AllRecordedError):
+                        self._model(**self._any_tokens(last.after), use_cache=False)
                     self.inputs[i] = to_host(seen.pop()[0])
         finally:
             head.remove()
             last.after = None
+
+    def _states(self, hidden: Tensor) -> Tensor:
+        """Hidden states after the last block, as the model's code has them."""
+        return self._handed[-1].rows.states(hidden)
+
+    def _any_tokens(self, states: Tensor) -> dict[str, Tensor]:
+        """What a model is called with, as many tokens as these, where it does not matter which."""
+        if not self._handed[0].own:
+            return {"inputs_embeds": states}
+        count = states.shape[-2]  # embeddings beside the first one ask for ids
+        return {"input_ids": torch.zeros(1, count, dtype=torch.long, device=self.device)}
 
     def load(self, index: int, then: int | None = None) -> DecoderBlock:
         """Read a block's weights; its samples are those that `start` or `advance` left.
@@ -368,7 +356,7 @@ class BlockStream:
             self._attentions[index],
             module.eval(),
             self.inputs,
-            self._given[index],
+            self._handed[index],
             self.quantized_inputs,
             self.device,
             self._names(index),
@@ -401,18 +389,3 @@ class BlockStream:
             assert quantized_outputs is not None
             self.quantized_inputs[:] = quantized_outputs
         block.module.to("meta")
-
-
-def _same(one: Given, other: Given) -> bool:
-    """Whether a block was handed the same, tensors with all their values."""
-    return _alike(one.args, other.args) and _alike(dict(one.kwargs), dict(other.kwargs))
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_alike(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    return isinstance(one, Tensor) == isinstance(other, Tensor)

@@ -56,7 +56,7 @@ def find_file(folder: Path, name: str, origin: str | None = None) -> Path | None
         raise _unusable(where, f"cannot be opened ({reason})") from error
     if Path(name).is_absolute() or not any(map(real.is_relative_to, _allowed(folder.resolve()))):
         raise CheckpointError(
-            f"{where} lies outside of this folder: at {real}. Only the folder's own files are "
+            f"{where} is outside of this folder: at {real}. Only the folder's own files are "
             "read, and those that a snapshot in a Hugging Face cache links to. Copy the file into "
             "the folder if you trust it"
         )

@@ -109,7 +109,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, eq=False)
 class _Beam:
-    """A continuation of a prompt: a token behind another beam, or nothing behind the prompt.
+    """A continuation of a prompt: a token after another beam, or nothing after the prompt.
 
     Attributes:
         parent: The beam without its last token; None for the prompt alone.
@@ -175,7 +175,7 @@ class BeamSearch:
         )
         self.name, self._most = held.name, held.max_tokens
         self._running = {self.name: _Beam()}
-        self._told: dict[str, Logprobs] = {}
+        self._proposed: dict[str, Logprobs] = {}
         self._length = self._forks = 0
         self._kept: list[Hypothesis] = []
         self.done, self.error = False, None
@@ -186,7 +186,7 @@ class BeamSearch:
         return self._kept[: self.params.n]
 
     def take(self, result: StepResult) -> None:
-        """Take what a step of the engine told; tells the engine how its beams go on."""
+        """Take the candidates of a step of the engine; says how its beams go on."""
         if self.done:
             return
         for output in result.finished:
@@ -194,10 +194,10 @@ class BeamSearch:
                 self.error = output.error or f"a beam ended by {output.finish_reason}"
                 self.abort()
                 return
-        told = result.candidates
-        self._told |= {name: told[name] for name in self._running if name in told}
-        if len(self._told) == len(self._running):  # beams go on together
-            candidates, self._told = self._ranked(self._told), {}
+        found = result.candidates
+        self._proposed |= {name: found[name] for name in self._running if name in found}
+        if len(self._proposed) == len(self._running):  # beams go on together
+            candidates, self._proposed = self._ranked(self._proposed), {}
             self._choose(candidates)
 
     def abort(self) -> None:
@@ -206,16 +206,16 @@ class BeamSearch:
             self._engine.abort(name)
         self._running, self.done = {}, True
 
-    def _ranked(self, told: Mapping[str, Logprobs]) -> list[tuple[str, _Beam]]:
+    def _ranked(self, candidates: Mapping[str, Logprobs]) -> list[tuple[str, _Beam]]:
         """The best candidates, best first, each with the name of the beam that it continues."""
         found = [
             (beam.total + logprob, name, token)
             for name, beam in self._running.items()
-            for token, logprob in told[name].items()
+            for token, logprob in candidates[name].items()
         ]
         found.sort(key=itemgetter(0), reverse=True)  # stable: of equals the better beam's
         return [
-            (name, _Beam(self._running[name], token, told[name], total))
+            (name, _Beam(self._running[name], token, candidates[name], total))
             for total, name, token in found[: self._candidates]
         ]
 
@@ -302,7 +302,7 @@ def beam_search(
     """
     if engine.has_unfinished:
         raise EngineError(
-            "other requests run, and would be told nothing of these steps; finish them first, or "
+            "other requests run, and would get nothing of these steps; finish them first, or "
             "give a BeamSearch what Engine.advance tells"
         )
     searches: list[BeamSearch] = []

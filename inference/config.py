@@ -50,8 +50,8 @@ class SpeculateConfig(Strict):
     def _check_path(self) -> Self:
         own = draft_methods()[self.method]
         if not own.takes_path and (self.path is None) == (own.needs is not None):
-            told = "needs a path" if self.path is None else f"takes no path; found {self.path!r}"
-            raise EngineError(f"speculate: method {self.method} {told}")
+            fault = "needs a path" if self.path is None else f"takes no path; found {self.path!r}"
+            raise EngineError(f"speculate: method {self.method} {fault}")
         return self
 
 

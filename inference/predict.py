@@ -66,9 +66,8 @@ from inference.rows import (
 
 if TYPE_CHECKING:
     from inference.engine import Engine
+with later():
     from inference.speculate import counts
-else:
-    counts = later("inference.speculate.counts")
 
 OF_BEAMS = ("length_penalty", "early_stopping")
 OF_SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop", "stream")
@@ -195,12 +194,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own.error("--stream goes with --prompt; the rows of --input are written at the end")
     if arguments.prompt is not None and len(arguments.adapter) > 1:
         own.error("--prompt runs with one --adapter; give one, or rows that name them")
-    others, told = OF_BEAMS, "needs --beam-width"
+    others, fault = OF_BEAMS, "needs --beam-width"
     if arguments.beam_width is not None:
-        others, told = OF_SAMPLING, "has no place in a beam search"
+        others, fault = OF_SAMPLING, "has no place in a beam search"
     for name in others:
         if getattr(arguments, name) != own.get_default(name):
-            own.error(f"--{name.replace('_', '-')} {told}")
+            own.error(f"--{name.replace('_', '-')} {fault}")
     if arguments.raw and arguments.system is not None:
         own.error("--system goes through the chat template, which --raw leaves off; give one")
     return arguments

@@ -205,7 +205,7 @@ class _Batch:
         try:
             name = self._engine.add_request(prompt + target, params)
         except RequestError as error:
-            answer.error = f"tgt: it cannot be scored behind its prompt ({error})"
+            answer.error = f"tgt: it cannot be scored after its prompt ({error})"
         else:
             self._scores[name] = answer, len(prompt)
 

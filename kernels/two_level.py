@@ -7,7 +7,7 @@ the sum scaled once (progressive group quantization: Lin et al. 2024, QServe):
     y[t, n] = sx[t] unit[n] sum_k xq[t, k] (q[n, k] m[n, k / group]),
 
 and q in [-8, 7] makes q m in [-128, 112] an int8. Such scales are stored as ordinary ones; that
-they have two levels can be told from the scales alone. A unit that is chosen here has 4 significant
+they have two levels can be seen in the scales alone. A unit that is chosen here has 4 significant
 bits, so that a scale has at most 8 and is exact in bf16.
 """
 
@@ -20,7 +20,7 @@ from kernels.numerics import divide
 
 BITS = 4  # of a chosen unit
 LARGEST = 16  # of the multiples: -8 * 16 is the smallest int8
-_ROWS = 4096  # looked at first: most ordinary scales are told by them
+_ROWS = 4096  # looked at first: they settle it for most ordinary scales
 
 
 def choose_unit(scale: Tensor) -> Tensor:

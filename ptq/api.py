@@ -76,14 +76,16 @@ def quantize(
         label = str(recipe)
     if isinstance(recipe, Recipe):
         given = [x for x in (model, data, revision, adapter, *overrides) if x is not None]
-        loaded = _of_python(recipe, given, output)
-    else:
-        settings = settings_for(
-            model, data=data, revision=revision, adapter=adapter, given=overrides
-        )
-        if model is not None and output is None:
-            output = default_output(model, label)
-        loaded = read_recipe(recipe, [*settings, *output_override(output)])
+        return _run(_of_python(recipe, given, output), force=force, progress=progress)
+    if model is not None and output is None:
+        output = default_output(model, label)
+    settings = settings_for(model, data=data, revision=revision, adapter=adapter, given=overrides)
+    loaded = read_recipe(recipe, [*settings, *output_override(output)])
+    return _run(loaded, force=force, progress=progress)
+
+
+def _run(loaded: LoadedRecipe, *, force: bool, progress: bool) -> QuantizationResult:
+    """`quantize` of a recipe that was read."""
     folder = loaded.recipe.output.path
     with output_locked(folder), telling_what_is_kept(folder):
         plan = plan_recipe(loaded, force=force)

@@ -65,7 +65,7 @@ class CalibrationSummary(Strict):
 
     @classmethod
     def of(cls, tokens: TokenSet) -> CalibrationSummary:
-        """What is told of a token set."""
+        """The record of a token set."""
         return cls(
             source=tokens.source,
             split=tokens.split,

@@ -8,9 +8,9 @@ It reads the Python packages installed beside it (see `tiny_python_corpus` for w
 for how the standard library is kept out), trains a byte-level BPE tokenizer and the model, checks
 the model on text it has not seen, and writes a directory that transformers loads: weights in bf16,
 tokenizer, `training.json` with every figure and source, and a model card. Nothing is downloaded.
-One GPU takes minutes, and a few more for reading text before and checks behind; on a CPU it is only
+One GPU takes minutes, and a few more for reading text before and checks after; on a CPU it is only
 good for trying the script out (`--steps 5 --limit-mb 1 --batch-tokens 2048`). What every shipped
-recipe costs on the model is told by `python -m recipes.run_all`.
+recipe costs on the model is shown by `python -m recipes.run_all`.
 """
 
 from __future__ import annotations

@@ -85,6 +85,9 @@ def write_model(
     """
     from transformers import AutoConfig
 
+    from formats.modeling.own_classes import make_known
+
+    make_known(family)
     values = {
         "vocab_size": 384,
         "hidden_size": 128,

@@ -29,7 +29,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.families.family import LatentAttention
 from formats.families.registry import find_family
 from formats.families.sizes import latent_sizes
-from formats.modeling.layers import attention_of_blocks
+from formats.modeling.layers import attention_of_blocks, structure_of
 from kernels.numerics import INT4, TYPES, dequantize, fake_quantize, fake_quantize_activations
 from kernels.packed_cache import token_scales, turn_size, turned
 
@@ -51,7 +51,7 @@ def fake_quantized_logits(checkpoint: Checkpoint, ids: Tensor) -> Tensor:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
     if checkpoint.scheme.kv_cache is not None:
         model.set_attn_implementation(ATTENTION)
-        names = attention_of_blocks(checkpoint.config)
+        names = _caches(checkpoint)
         for module in model.modules():
             index = getattr(module, "layer_idx", None)
             name = None if index is None else names[index]
@@ -62,6 +62,14 @@ def fake_quantized_logits(checkpoint: Checkpoint, ids: Tensor) -> Tensor:
                 _round_latents(module, checkpoint)
     with torch.no_grad(), RoundedInputs(checkpoint, model):
         return model(ids[None]).logits[0].float()
+
+
+def _caches(checkpoint: Checkpoint) -> list[str | None]:
+    """The attention module of each block whose cache it reads."""
+    if find_family(checkpoint.config) is not None:
+        return list(attention_of_blocks(checkpoint.config))
+    sites = [block.attention for block in structure_of(checkpoint.config).blocks]
+    return [site and (site.lender or site.module) for site in sites]
 
 
 def write_float(checkpoint: Checkpoint, folder: Path) -> None:

@@ -43,7 +43,7 @@ INPUTS = {
 VLLM = {
     "own": "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM "
     "GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM GptOssForCausalLM GraniteForCausalLM "
-    "LlamaForCausalLM Ministral3ForCausalLM MistralForCausalLM MixtralForCausalLM "
+    "LlamaForCausalLM MiMoForCausalLM Ministral3ForCausalLM MistralForCausalLM MixtralForCausalLM "
     "Phi3ForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM",
     "transformers": "ArceeForCausalLM CwmForCausalLM FlexOlmoForCausalLM GlmForCausalLM "
     "GPTBigCodeForCausalLM GPTNeoXForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM "
@@ -51,6 +51,7 @@ VLLM = {
     "Olmo2ForCausalLM Olmo3ForCausalLM PhiForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM "
     "Starcoder2ForCausalLM VaultGemmaForCausalLM",
 }
+OWN_NAMES = {"mimo": "MiMoForCausalLM"}  # of classes that transformers has not
 OTHERS = {
     "family": "any other",
     "smoothing": "what a check finds",
@@ -64,8 +65,8 @@ OTHERS = {
 
 def write_tiny(kind: str, folder: Path) -> Path:
     """A tiny model of a declared type."""
-    if kind in TINY | MOE:
-        return write_model(folder / "float", kind, **(TINY | MOE)[kind])
+    if kind in TINY | MOE or BY_TYPE[kind].alike:
+        return write_model(folder / "float", kind, **(TINY | MOE).get(kind, {}))
     return write_random(folder / "float", tiny_config(kind))
 
 
@@ -99,6 +100,8 @@ def runs_on_gpus(config: ModelConfig) -> bool:
 def opened(model: Path, folder: Path) -> str:
     """Which quantized checkpoints transformers opens, to our engine's logits."""
     ids, good = random_tokens().sequences()[1], []
+    if Checkpoint.open(model).config["model_type"] in OWN_NAMES:
+        return "none"
     for preset in ("w4", "a8w8"):
         plan = make_plan(model, folder / preset, preset, methods=(RTNSpec(),))
         path = quantize_tokens(plan, random_tokens(), progress=False).checkpoint
@@ -112,7 +115,7 @@ def opened(model: Path, folder: Path) -> str:
 
 def listed_by_vllm(kind: str) -> str:
     """How vLLM lists a type's architecture."""
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) or OWN_NAMES[kind]
     return next((how for how, names in VLLM.items() if name in names.split()), "no")
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.bench import steps_command
-from inference.bench.command import MODES
+from inference.bench.command import MODES, steps_parser
 from kernels.bench import command as kernels
 from ptq.cli import COMMANDS
 from ptq.recipe.own_model import shipped_recipes
@@ -56,7 +55,7 @@ def read(words: list[str]) -> None:
         home, rest = COMMANDS[words[1]][0], words[2:]
     if rest and rest[0] in MODES:
         readers = {"--kernels": kernels.parse_kernels, "--tune": kernels.parse_tune}
-        readers.get(rest[0], steps_command.parser().parse_args)(rest[1:])
+        readers.get(rest[0], steps_parser().parse_args)(rest[1:])
     else:
         importlib.import_module(home).parser().parse_args(rest)
 

@@ -8,6 +8,7 @@ from tests.sweep_families import STEPS, try_type, why_left_out
 
 SAMPLE = ("apertus", "gpt_bigcode", "helium", "nemotron", "dots1", "seed_oss", "hunyuan_v1_moe")
 SAMPLE += ("lfm2",)  # keeps a state
+SAMPLE += ("gemma3n_text", "granitemoe")  # K and V of other blocks; experts in 3-D parameters
 
 
 @pytest.mark.parametrize("kind", SAMPLE)
@@ -23,8 +24,15 @@ def test_what_is_no_decoder_of_text_does_not_count():
     assert try_type("gemma3").left_out == reason
 
 
-def test_what_its_code_does_not_compute_is_refused_by_name():
-    found = try_type("gemma3n_text")
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("dbrx", "its code looks at numbers that it has computed"),
+        ("diffllama", "self_attn calls attention more than once; a block has one cache"),
+        ("doge", "attention a mask that is neither causal nor a sliding window"),
+    ],
+)
+def test_what_is_not_run_is_refused_with_a_reason(kind, why):
+    found = try_type(kind)
     assert found.failed is not None
-    assert found.failed.startswith("CheckpointError: Gemma3nTextModel")
-    assert "per_layer_projection_scale" in found.failed
+    assert why in found.failed

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
-from formats.families.registry import find_family
+from formats.families.registry import find_family, predicting_layer
 from formats.modeling.layers import head_name, quantizable_of
 from formats.scale_table import TOGETHER
 from formats.stored.safetensors_files import TensorFile, read_elements
@@ -64,15 +65,21 @@ def check_quantized(checkpoint: Checkpoint, files: Mapping[str, TensorFile]) -> 
 def _projections(checkpoint: Checkpoint) -> set[str]:
     """Linear layers that may be quantized: those of the blocks, and the head where it is.
 
-    So may the layer that merges what a head for drafts reads.
+    So may the layer that merges what a head for drafts reads, and those of layers that predict
+    further tokens, which runtimes leave in float whether config.json says so or not.
     """
     is_quantizable = quantizable_of(checkpoint.config)
     weights = (name.rpartition(".") for name in checkpoint.names())
+    further, quantized = partial(predicting_layer, checkpoint.config), checkpoint.quantized_modules
     return {
         module
         for module, _, leaf in weights
-        if leaf in ("weight", "weight_packed") and is_quantizable(module)
-    } | ({head_name(checkpoint.config), FEATURES} & set(checkpoint.quantized_modules))
+        if leaf in ("weight", "weight_packed") and is_quantizable(module) and not further(module)
+    } | {
+        name
+        for name in quantized
+        if name in (head_name(checkpoint.config), FEATURES) or further(name)
+    }
 
 
 def _leaves(checkpoint: Checkpoint, module: str) -> set[str]:

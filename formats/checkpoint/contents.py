@@ -55,14 +55,12 @@ class Contents:
     own: OwnPart | None = None
 
 
-def read_contents(path: Path, *, to_run: bool = True, predicting: bool = False) -> Contents:
+def read_contents(path: Path, *, to_run: bool = True) -> Contents:
     """Look into a folder; of weights nothing is read.
 
     Args:
         path: The folder.
         to_run: Whether to refuse a layout that has to be converted before it is run.
-        predicting: Keep the layers after the last block, which predict further tokens; of folders
-            in a layout of other software they are left out.
 
     Raises:
         CheckpointError: it is damaged, or of a kind that is not read here.
@@ -73,7 +71,7 @@ def read_contents(path: Path, *, to_run: bool = True, predicting: bool = False) 
     stored = open_native(path, config, published)
     if published is not None and not quantization:
         return Contents(config, native_tensors(stored, published, config))
-    files = split_stored(stored, config, predicting=predicting)
+    files = split_stored(stored, config)
     files = turned_weights(files, config)
     if not quantization:
         _refuse_integers(path, files)

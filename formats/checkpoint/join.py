@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from torch import Tensor
 from formats.checkpoint.split import LEAVES, ONE_FOR_ALL, SHAPE
 from formats.errors import CheckpointError
 from formats.families.family import Mixture
+from formats.families.names import expert_of
 from formats.families.registry import find_family
 from formats.families.sizes import merged_rows, size_in
+from formats.modeling.layers import stacks_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 KINDS = {leaf: kind for kind, leaf in LEAVES.items()}
@@ -73,6 +76,44 @@ class ExpertStacks:
         self._waiting = {}
 
 
+class FoundStacks:
+    """Layers of experts, of a family without a declaration, that wait likewise, in float.
+
+    Args:
+        config: config.json.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+
+    @cached_property
+    def _parameters(self) -> dict[str, str]:
+        """The parameter that holds each layer's weight."""
+        return {name: own for own, names in stacks_of(self._config).items() for name in names}
+
+    def takes(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor belongs in a parameter of all experts."""
+        found = tensor.dtype in FLOATS and expert_of(name) is not None
+        return found and name in self._parameters
+
+    def add(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A parameter, if this was the last of its layers."""
+        parameter = self._parameters[name]
+        waiting, names = self._waiting.setdefault(parameter, {}), stacks_of(self._config)[parameter]
+        waiting[name] = tensor
+        if len(waiting) == len(names):
+            del self._waiting[parameter]
+            count = len({expert_of(layer) for layer in names})
+            yield parameter, torch.cat([waiting[n] for n in names]).unflatten(0, (count, -1))
+
+    def rest(self) -> Iterator[tuple[str, Tensor]]:
+        """What waits in vain, as other experts are quantized."""
+        for waiting in self._waiting.values():
+            yield from waiting.items()
+        self._waiting = {}
+
+
 def _is_mxfp4(tensor: Tensor) -> bool:
     return tensor.dtype == torch.uint8
 
@@ -89,8 +130,7 @@ class MergedLayers:
     """The layers that the checkpoints of a model hold as one.
 
     Args:
-        config: config.json; without a declaration of its family, or where that stores every layer
-            on its own, there are none.
+        config: config.json; where its family stores every layer on its own, there are none.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -102,6 +142,8 @@ class MergedLayers:
         mixture = family.mixture if family is not None else None
         alternating = mixture is not None and mixture.alternating
         self._stacks = ExpertStacks(mixture, config) if mixture and alternating else None
+        if family is None:
+            self._stacks = FoundStacks(config)
 
     def stored_name(self, module: str) -> str:
         """Full name of the layer on disk that a linear layer is, or is a part of."""

@@ -34,6 +34,7 @@ from torch import Tensor
 from formats.cache_scheme import CacheSchemes, KVCacheSpec
 from formats.checkpoint.check import same_names
 from formats.errors import CheckpointError
+from formats.families.registry import predicting_layer
 from formats.families.sizes import Cached
 from formats.files import find_file
 from formats.modeling.layers import attention_names, cached
@@ -94,6 +95,9 @@ def read_cache(
         return CacheScales()
     taken = {f"{a}.{kind}_scale" for a in attention_names(config) for kind in "kv"}
     own = {name: files.pop(name) for name in taken & files.keys()}
+    for name in [name for name in files if name.endswith((".k_scale", ".v_scale"))]:
+        if predicting_layer(config, name) is not None:  # which drafts with a cache of floats
+            del files[name]
     _drop_zero_points(files, config)
     schemes = CacheSchemes(kv_cache=served)
     return _checked(schemes, own, config, "kv_cache_scheme of config.json: ")

@@ -37,6 +37,7 @@ from formats.checkpoint.kv_scales import read_cache, read_sinks
 from formats.checkpoint.native import only_here
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError
+from formats.families.registry import predicting_layer
 from formats.files import find_file
 from formats.foreign.folder import named
 from formats.modeling.layers import embedding_name, head_name
@@ -100,7 +101,6 @@ class Checkpoint(NamedTensors):
         quantized_kv: bool = True,
         revision: str | None = None,
         to_run: bool = True,
-        predicting: bool = False,
     ) -> Self:
         """Open a folder and check it.
 
@@ -112,14 +112,13 @@ class Checkpoint(NamedTensors):
                 that they belong to the checkpoint.
             revision: Branch, tag or commit of a model on the hub.
             to_run: Refuse a layout of other software that has to be converted before it is run.
-            predicting: Read the layers after the last block, too, which predict further tokens.
 
         Raises:
             CheckpointError: something is missing, extra, damaged or not run here; it is named.
         """
         path = locate_folder(path, revision)
         listed = check_manifest(path, verify)
-        contents = read_contents(path, to_run=to_run, predicting=predicting)
+        contents = read_contents(path, to_run=to_run)
         if verify and contents.own is not None and not listed:
             raise CheckpointError(
                 f"{path}: {MANIFEST} is missing, without which nothing can be verified. Copy the "
@@ -162,6 +161,12 @@ class Checkpoint(NamedTensors):
         """Whether a layer's columns are in another order than its inputs (GPTQ's act-order)."""
         own = self._foreign.get(module)
         return own is not None and own.weight().order is not None
+
+    @cached_property
+    def predicting_layers(self) -> tuple[str, ...]:
+        """Full names of the layers that predict further tokens; config.json may tell of more."""
+        found = (predicting_layer(self.config, name) for name in self._files)
+        return tuple(sorted({layer for layer in found if layer is not None}))
 
     @cached_property
     def shares_head(self) -> bool:
@@ -241,8 +246,8 @@ class Checkpoint(NamedTensors):
     @property
     def _scale_files(self) -> dict[str, TensorFile]:
         """Where each scale is read from that the scale table has a row for."""
-        own = {n: f for n, f in self._files.items() if n.endswith("_scale")}
-        files = {n: f for n, f in own.items() if not n.endswith(".weight_global_scale")}
+        leaves = (".weight_scale", ".input_scale")  # a model may have factors of its own: `x_scale`
+        files = {n: f for n, f in self._files.items() if n.endswith(leaves)}
         files |= {n: f for n, f in self._cache.files.items() if not n.endswith("_offset")}
         return {**files, **self.sinks.files}
 

@@ -48,9 +48,9 @@ from torch import Tensor
 
 from formats.errors import CheckpointError
 from formats.families.family import GatedMLP, Mixture
-from formats.families.names import block_of
 from formats.families.registry import find_family
-from formats.families.sizes import merged_rows, size_in
+from formats.families.sizes import merged_rows
+from formats.modeling.layers import stacks_of
 from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
 
 SHAPE = "weight_shape"
@@ -211,25 +211,21 @@ class ShapeOf:
 
 
 def split_stored(
-    files: Mapping[str, StoredTensors], config: Mapping[str, Any], *, predicting: bool = False
+    files: Mapping[str, StoredTensors], config: Mapping[str, Any]
 ) -> dict[str, TensorFile]:
     """The file of every tensor, layers that are stored as one taken apart by the family's names.
 
     Args:
         files: By the names on disk.
-        config: config.json; without a declaration of its family, files are left as they are.
-        predicting: Keep the layers after the last block, which predict further tokens.
+        config: config.json; without a declaration of its family, only experts are taken apart.
 
     Raises:
         CheckpointError: a tensor has another shape, or is beside layers of the same name.
     """
     family, found = find_family(config), dict[str, TensorFile](files)
     if family is None:
+        _split_stacks(found, files, config)
         return found
-    if not predicting and family.predicting is not None and config.get(family.predicting):
-        count = size_in(config, "num_hidden_layers")
-        files = {name: file for name, file in files.items() if not _is_after_blocks(name, count)}
-        found = dict[str, TensorFile](files)
     if family.mixture is not None:
         for name, file in files.items():
             if family.mixture.alternating:
@@ -244,10 +240,26 @@ def split_stored(
     return found
 
 
-def _is_after_blocks(name: str, count: int) -> bool:
-    """Whether a tensor is one of a layer after so many blocks."""
-    block = block_of(name)
-    return block is not None and int(block.rpartition(".")[2]) >= count
+def _split_stacks(
+    found: dict[str, TensorFile], files: Mapping[str, StoredTensors], config: Mapping[str, Any]
+) -> None:
+    """Put experts' layers in the place of parameters of all, as the model's own code has them."""
+    if not any(len(file.tensors[name][1]) == 3 for name, file in files.items()):
+        return  # and its code is not looked at
+    for parameter, names in stacks_of(config).items():
+        if parameter not in files:
+            continue
+        file = files[parameter]
+        count, rows, *columns = file.tensors[parameter][1]
+        if count * rows % len(names):
+            raise CheckpointError(
+                f"{parameter} has shape {[count, rows, *columns]}, which are not the rows of "
+                f"{len(names)} layers. The checkpoint and its config.json do not belong together"
+            )
+        rows = count * rows // len(names)
+        starts = {name: i * rows for i, name in enumerate(names)}
+        apart = RowsOf(file, parameter, starts, (rows, *columns))
+        _put_apart(found, parameter, file, dict.fromkeys(names, apart))
 
 
 def split_shapes(

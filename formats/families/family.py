@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from formats.families.predicting import Predicting
+
 QKNorm = Literal["none", "head", "projection"]
 Role = Literal["q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b"]
 
@@ -319,8 +321,9 @@ class Family:
         partial_rotary: Which part of each head turns, the first, where config.json leaves it out;
             None where heads turn as a whole.
         multipliers: Factors and bounds outside of attention.
-        predicting: Key of config.json of how many layers stand after the blocks that predict
-            further tokens; they are read where they draft. None where files have none.
+        predicting: The layers after the blocks that predict further tokens; None where files have
+            none. They stay in float, and run where they draft.
+        alike: The model_type whose class in transformers computes it, where it has none of its own.
         paddle: Its name in PaddleNLP's tables of scales; None where these are not known.
     """
 
@@ -332,7 +335,8 @@ class Family:
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     partial_rotary: float | None = None
     multipliers: Multipliers = Multipliers()
-    predicting: str | None = None
+    predicting: Predicting | None = None
+    alike: str | None = None
     paddle: str | None = None
 
     @property

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError, suggestion
 from formats.families import declared
 from formats.families.family import Attention, Family
+from formats.families.predicting import Predicting
 from formats.families.sizes import size_in
 
 
@@ -24,7 +26,8 @@ def _collect() -> tuple[Family, ...]:
 FAMILIES = _collect()
 BY_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES for kind in family.model_types}
 CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict("
-MOST_LAYERS = 10_000
+MOST_LAYERS, BLOCKS = 10_000, "num_hidden_layers"
+UNDECLARED = "mtp"  # what predicts further tokens, where no declaration says it
 MODEL_TYPES = tuple(BY_TYPE)
 OWN_CLASSES = {"llama_alibi": "formats.modeling.llama_alibi"}
 """Modules that register classes of models that are ours, for what transformers has no class of."""
@@ -33,6 +36,12 @@ OWN_CLASSES = {"llama_alibi": "formats.modeling.llama_alibi"}
 def find_family(config: Mapping[str, Any]) -> Family | None:
     """The family that config.json names; None where there is no declaration of it."""
     return BY_TYPE.get(str(config.get("model_type")))
+
+
+def is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has no class of a model, and what computes it is registered here."""
+    kind, family = config.get("model_type"), find_family(config)
+    return kind in OWN_CLASSES or bool(family and family.alike)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -71,8 +80,7 @@ def is_causal_lm(config: Mapping[str, Any]) -> bool:
     Of a family without a declaration it is found from transformers' own code, which may show that
     it is none that is run here (`formats.modeling`). Its list is read from the source.
     """
-    found = config.get("model_type")
-    return found in OWN_CLASSES or causal_class(config) is not None
+    return is_ours(config) or causal_class(config) is not None
 
 
 def causal_class(config: Mapping[str, Any]) -> str | None:
@@ -104,7 +112,7 @@ def block_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     Raises:
         CheckpointError: config.json gives no number of blocks, or more than any model has.
     """
-    count = size_in(config, "num_hidden_layers")
+    count = size_in(config, BLOCKS)
     if count > MOST_LAYERS:
         raise CheckpointError(
             f"config.json: found {count} num_hidden_layers, at most {MOST_LAYERS}"
@@ -117,3 +125,41 @@ def attention_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     family = find_family(config)
     attention = Attention() if family is None else family.attention
     return tuple(f"{block}.{attention.module}" for block in block_names(config))
+
+
+def predicting_layer(config: Mapping[str, Any], name: str) -> str | None:
+    """The layer that predicts further tokens which a module or tensor is in; None for others.
+
+    Of families without a declaration these are `mtp` (Qwen3-Next, Qwen3.5), or numbered on after
+    the last block.
+
+    Args:
+        config: Of the model.
+        name: Full name.
+
+    Returns:
+        Full name of the layer.
+    """
+    family = find_family(config)
+    if family is None and name.startswith(f"{UNDECLARED}."):
+        return UNDECLARED
+    own, blocks = Predicting() if family is None else family.predicting, config.get(BLOCKS)
+    if own is None or not isinstance(blocks, int):
+        return None
+    listed, _, first = own.layer(blocks).rpartition(".")
+    number, _, rest = name.removeprefix(f"{listed}.").partition(".")
+    within = name.startswith(f"{listed}.") and number.isdigit() and bool(rest)
+    return f"{listed}.{number}" if within and int(number) >= int(first) else None
+
+
+def predicting_patterns(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """`re:` patterns for all that is in the layers that predict further tokens, for `ignore`.
+
+    Args:
+        config: Of the model.
+        names: Of its tensors.
+    """
+    layers = {predicting_layer(config, name) for name in names} - {None}
+    if layers and find_family(config):  # vLLM numbers them on, wherever files have them
+        layers.add(Predicting().layer(size_in(config, BLOCKS)))
+    return [rf"re:{re.escape(layer)}\." for layer in sorted(filter(None, layers))]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,19 +42,16 @@ from formats.scale_table import ScaleEntry, ScaleTable, unmeasured_entry
 from formats.scheme import LayerScheme, Scheme
 from formats.stored.weights import StoredWeight, scale_in_table
 
-if TYPE_CHECKING:
-    import gguf  # pyright: ignore[reportMissingImports]
+with later():
+    import gguf
     import transformers
-else:
-    gguf = later("gguf")
-    transformers = later("transformers")
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the folder, as it lies in the file.
+    """A tensor of the folder, as it is in the file.
 
     Attributes:
         name: Its full name here.

@@ -33,8 +33,8 @@ def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config.json, infinities as numbers."""
-    return {name: _plain(value) for name, value in values.items()}
+    """The values of a config.json without its code's names, infinities as numbers."""
+    return {name: _plain(value) for name, value in values.items() if name != "auto_map"}
 
 
 def _plain(value: Any) -> Any:

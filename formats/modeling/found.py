@@ -26,6 +26,13 @@ NEUTRAL = frozenset(  # arguments that change no number, or whose meaning is kep
 )
 
 
+FEW = 32  # inputs or outputs below which a layer stays in float: it weighs what others compute
+WEIGHING = frozenset(
+    {"per_layer_input_gate", "per_layer_projection", "linear_left", "linear_right"}
+)
+"""Layers of Gemma 4 and 3n through which a block's own embedding is added, and those of a learned
+residual of low rank. They stay in float: they have a fortieth of a block's weights, and the first
+reads the residual stream without a norm."""
 TOKENWISE = frozenset({"mlp", "moe"})  # types of blocks that look at one token alone
 
 
@@ -39,13 +46,11 @@ def found_structure(values: Mapping[str, Any]) -> Structure:
         raise _refused(kind, "it is an encoder and a decoder; only decoders are run here")
     model = _model(kind, config)
     mixers = _mixers(kind, model)
-    stored = take_apart(model)
+    stored, stacks = take_apart(model)
     try:
         seen = run(model, masked=not mixers)
     except FAULTS as error:
-        reason = " ".join(str(error).split())
-        why = f"its code does not run on shapes alone ({type(error).__name__}: {reason})"
-        raise _refused(kind, why) from error
+        raise _refused(kind, _why_not_run(error)) from error
     names = named_modules(model)
     blocks = _calls_by_block(kind, model, seen, names, mixers)
     renamed = {name: own for name, own in stored.items() if name != own}
@@ -57,8 +62,20 @@ def found_structure(values: Mapping[str, Any]) -> Structure:
         norm=_last_norm(model, seen, modules),
         head=modules[model.get_output_embeddings()],
         stored=renamed,
+        stacks=stacks,
         tied={stored.get(a, a): stored.get(b, b) for a, b in tied_names(model).items()},
     )
+
+
+def _why_not_run(error: Exception) -> str:
+    """Why code did not run without data, by what it raised."""
+    reason = " ".join(str(error).split())[:200]
+    if isinstance(error, NotImplementedError) or "meta tensor" in reason:
+        return (
+            "its code looks at numbers that it has computed, such as which tokens an expert "
+            "gets, so that its layers cannot be found without data"
+        )
+    return f"its code does not run on shapes alone ({type(error).__name__}: {reason})"
 
 
 def _refused(kind: str, why: str) -> CheckpointError:
@@ -111,8 +128,11 @@ def _calls_by_block(
     inside = {part for mixer in mixers.values() for part in mixer.modules()}
     for call in seen.calls:
         block = block_of(f"{names[call.module]}.q")
-        if block is None or block in found:
-            raise _refused(kind, "its blocks do not call attention once each")
+        if block is None:
+            raise _refused(kind, f"{names[call.module]} calls attention outside of blocks")
+        if block in found:
+            why = f"{names[call.module]} calls attention more than once; a block has one cache here"
+            raise _refused(kind, why)
         if call.module in inside:
             raise _refused(kind, "its attention keeps a state of its own beside K and V")
         found[block] = call
@@ -182,6 +202,8 @@ def _blocks(
     mixers: Mapping[str, nn.Module],
 ) -> Iterator[BlockStructure]:
     narrow = {part for mixer in mixers.values() for part in narrow_linears(mixer)}
+    narrow |= {part for part in model.modules() if is_linear(part) and min(_shape(part)) < FEW}
+    narrow |= {part for part in seen.reads if modules[part].rpartition(".")[2] in WEIGHING}
     for name, call in calls.items():
         block = model.get_submodule(name)
         routers = {part for part in _routers(block) if part in seen.reads}
@@ -205,6 +227,7 @@ def _blocks(
             narrow=tuple(modules[part] for part in every if part in narrow),
             whole=tuple(modules[part] for part in block.modules() if is_stack(part)),
             outputs=seen.tuples.get(block),
+            lends=None if call is None or seen.owner(call) is not call else seen.lent_as(call),
         )
 
 
@@ -257,6 +280,7 @@ def _site(
     outputs = {key_of(seen.reads[part]): part for part in linears}
     value, output = seen.maker(call.value), outputs.get(key_of(call.out))
     window, other = _window(call, seen)
+    owner = seen.owner(call)
     arguments = [
         name
         for name, given in call.arguments.items()
@@ -272,6 +296,7 @@ def _site(
         arguments=tuple(arguments + other),
         value=modules[value] if value is not None and value in linears else None,
         output=modules[output] if output is not None else None,
+        lender=None if owner is call else modules[owner.module],
     )
 
 

@@ -51,29 +51,29 @@ def block_names(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def attention_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Full names of the attention modules of those blocks that have one; errors likewise."""
+    """Full names of the attention modules that have K and V of their own; errors likewise."""
     return tuple(name for name in attention_of_blocks(config) if name is not None)
 
 
 def attention_of_blocks(config: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """Full name of each block's attention module, None where it has none; errors likewise."""
+    """The attention module of each block, None without K and V of its own; errors likewise."""
     if find_family(config) is not None:
         return registry.attention_names(config)
-    sites = (block.attention for block in structure_of(config).blocks)
+    sites = (block.cache for block in structure_of(config).blocks)
     return tuple(None if site is None else site.module for site in sites)
 
 
 def cached(config: Mapping[str, Any]) -> tuple[Cached, ...]:
-    """What each block with attention caches, in their order; errors as of `block_names`."""
+    """What each block that caches anything does, in their order; errors as of `block_names`."""
     return tuple(own for own in cached_of_blocks(config) if own is not None)
 
 
 def cached_of_blocks(config: Mapping[str, Any]) -> tuple[Cached | None, ...]:
-    """What each block caches, None of one without attention; errors as of `block_names`."""
+    """What each block caches, None of one that caches nothing; errors as of `block_names`."""
     family = find_family(config)
     if family is not None:
         return (cached_of(family, config),) * len(block_names(config))
-    sites = [block.attention for block in structure_of(config).blocks]
+    sites = [block.cache for block in structure_of(config).blocks]
     return tuple(s and Cached(s.kv_heads, s.key_size, s.value_size) for s in sites)
 
 
@@ -158,3 +158,16 @@ def quantizable_of(config: Mapping[str, Any]) -> Callable[[str], bool]:
     if find_family(config) is not None:
         return names.is_projection
     return structure_of(config).quantizable.__contains__
+
+
+def is_narrow(config: Mapping[str, Any], layer: str) -> bool:
+    """Whether a linear layer of a block, by its full name, weighs what others compute."""
+    return find_family(config) is None and layer in structure_of(config).narrow
+
+
+def stacks_of(config: Mapping[str, Any]) -> Mapping[str, tuple[str, ...]]:
+    """`Structure.stacks`; of a model that is declared, or not run here, there are none."""
+    try:
+        return {} if find_family(config) is not None else structure_of(config).stacks
+    except CheckpointError:  # said where it is run
+        return {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from formats.errors import CheckpointError
 
@@ -148,6 +149,14 @@ def _make_by_holders(part: nn.Module, name: str, leaf: str, owner: Any) -> None:
         blank.zero_()
 
 
+def _coder(owner: Any, name: str) -> Any:
+    """The innermost of transformers' models that a module is in: its code makes the buffers."""
+    holders = [owner]
+    for leaf in filter(None, name.split(".")):
+        holders.append(getattr(holders[-1], leaf, None))
+    return [own for own in holders if isinstance(own, PreTrainedModel)][-1]
+
+
 @torch.no_grad()
 def _make_buffers(part: nn.Module, name: str, owner: Any, device: torch.device | str) -> None:
     """Compute the buffers of one module that are on the meta device still, by its model's code."""
@@ -163,7 +172,7 @@ def _make_buffers(part: nn.Module, name: str, owner: Any, device: torch.device |
         tensor._is_hf_initialized = id(tensor) not in fresh  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with torch.device(device):
-            owner._init_weights(part)
+            _coder(owner, name)._init_weights(part)
             for leaf in missing:
                 _make_by_holders(part, name, leaf, owner)
     except FAULTS as error:

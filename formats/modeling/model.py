@@ -23,7 +23,10 @@ from formats.families.sizes import merged_rows
 from formats.modeling.adapters import adapted_model
 from formats.modeling.experts import apart, split_experts
 from formats.modeling.stored_names import stored_names
+from formats.modeling.trace import is_stack
 from formats.published.known import is_turned
+
+GATED = ("gate_proj", "up_proj", "down_proj")  # layers of experts that files hold in one parameter
 
 
 class SideBySide:
@@ -77,17 +80,18 @@ def found_model(
         CheckpointError: its files hold tensors otherwise than its code, and are not read here.
     """
     model = built(config, attention)
-    return model, take_apart(model)
+    return model, take_apart(model)[0]
 
 
-def take_apart(model: Any) -> dict[str, str]:
-    """Put linear layers in the place of other modules that are such; the names of all tensors.
+def take_apart(model: Any) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Put linear layers in the place of other modules that are such.
 
     Args:
         model: Of a family without a declaration, from `built`.
 
     Returns:
-        The name in the files of each tensor.
+        The name in the files of each tensor; and of each parameter in the files that holds all
+        experts of a block, the names that their layers' weights get, in the order of its rows.
 
     Raises:
         CheckpointError: its files hold tensors otherwise than its code, and are not read here.
@@ -103,7 +107,17 @@ def take_apart(model: Any) -> dict[str, str]:
             stacks.setdefault(module, {})[parameter] = names
     for module, names in stacks.items():
         stored |= _layers_for(model, module, names)
-    return stored
+    held: dict[str, tuple[str, ...]] = {}
+    for module, part in list(model.named_modules()):
+        if is_stack(part) and (layers := apart(part, (*GATED[:2],), GATED[2])) is not None:
+            own = [stored.pop(f"{module}.{name}") for name in ("gate_up_proj", "down_proj")]
+            for parameter, leaves in zip(own, (GATED[:2], GATED[2:]), strict=True):
+                held[parameter] = tuple(
+                    f"{module}.{i}.{leaf}.weight" for i in range(len(layers)) for leaf in leaves
+                )
+                stored |= {name: name for name in held[parameter]}
+            model.set_submodule(module, layers)
+    return stored, held
 
 
 def _turn(model: Any) -> None:

@@ -25,6 +25,8 @@ class AttentionSite:
         arguments: Names of the other arguments that change it, such as `softcap` and `s_aux`.
         value: Full name of the linear layer whose output is V as it is; None where none is.
         output: Full name of the linear layer that reads what attention gives; None where none does.
+        lender: Full name of the module of an earlier block whose K and V it reads; None where they
+            are its own.
     """
 
     module: str
@@ -36,6 +38,7 @@ class AttentionSite:
     arguments: tuple[str, ...] = ()
     value: str | None = None
     output: str | None = None
+    lender: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,11 @@ class BlockStructure:
             they stay what they are in its code, and in float.
         mixers: Names, in the code, of the modules that keep a state beside K and V
             (`formats.modeling.states`).
-        narrow: Full names of mixers' linear layers that stay in float.
+        narrow: Full names of other linear layers that stay in float, as they weigh what others
+            compute.
         outputs: How many values its code gives as a tuple; None where it gives hidden states alone.
+        lends: Key in the mapping that its code is handed (`formats.modeling.trace.handed_empty`)
+            under which it puts K and V for later blocks; None where it puts nothing there.
     """
 
     name: str
@@ -70,6 +76,13 @@ class BlockStructure:
     mixers: tuple[str, ...] = ()
     narrow: tuple[str, ...] = ()
     outputs: int | None = None
+    lends: str | None = None
+
+    @property
+    def cache(self) -> AttentionSite | None:
+        """Its attention, where that has K and V of its own."""
+        site = self.attention
+        return None if site is None or site.lender is not None else site
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,8 @@ class Structure:
         norm: Full name of the norm after the last block; None where there is none.
         head: Full name of the layer that gives logits.
         stored: Name in the files of each tensor of the code, where the two differ.
+        stacks: Of each parameter in the files that holds all experts of a block, the names of
+            their weights, in the order of its rows.
         tied: Tensors that may be missing from the files, and the one that each is then.
     """
 
@@ -92,6 +107,7 @@ class Structure:
     norm: str | None
     head: str
     stored: Mapping[str, str]
+    stacks: Mapping[str, tuple[str, ...]]
     tied: Mapping[str, str]
 
     @property
@@ -103,6 +119,11 @@ class Structure:
     def attentions(self) -> tuple[AttentionSite, ...]:
         """Attention of the blocks that have any, in their order."""
         return tuple(block.attention for block in self.blocks if block.attention is not None)
+
+    @cached_property
+    def caches(self) -> tuple[AttentionSite, ...]:
+        """Those of them that have K and V of their own."""
+        return tuple(site for site in self.attentions if site.lender is None)
 
     @cached_property
     def mixers(self) -> tuple[str, ...]:
@@ -117,6 +138,11 @@ class Structure:
     def quantizable(self) -> frozenset[str]:
         """Full names of the linear layers of all blocks that can be quantized."""
         return frozenset(name for block in self.blocks for name in block.linears)
+
+    @cached_property
+    def narrow(self) -> frozenset[str]:
+        """Full names of the linear layers of all blocks that weigh what others compute."""
+        return frozenset(name for block in self.blocks for name in block.narrow)
 
     @cached_property
     def routers(self) -> frozenset[str]:

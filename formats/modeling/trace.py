@@ -8,7 +8,7 @@ kept until the run ends, so that no storage is used twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +53,11 @@ class Call:
     mask: Tensor | None
     arguments: dict[str, Any]
 
+    @property
+    def cached(self) -> tuple[Key, ...]:
+        """What K and V share with those of another call that reads the same."""
+        return key_of(self.key), key_of(self.value)
+
 
 @dataclass
 class Seen:
@@ -63,6 +68,8 @@ class Seen:
         reads: What each module reads that has no others in it, or tensors of its own.
         makers: The module that made a tensor.
         tuples: How many values each module of a list gives, where it gives a tuple.
+        lent: What the blocks have put into the mapping that each of them is handed, if there is
+            one: K and V that later blocks read.
         weighed: Linear layers whose weight other code looks at, beside calling them.
         masks: Of each mask's storage, whether (batch, head, query, key) may be seen.
         kept: Tensors that must not be freed before the run ends.
@@ -72,6 +79,7 @@ class Seen:
     reads: dict[nn.Module, Tensor] = field(default_factory=dict)
     makers: dict[Key, nn.Module] = field(default_factory=dict)
     tuples: dict[nn.Module, int] = field(default_factory=dict)
+    lent: MutableMapping[str, Any] = field(default_factory=dict)
     weighed: set[nn.Module] = field(default_factory=set)
     masks: dict[int, Callable[..., Any]] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
@@ -79,6 +87,23 @@ class Seen:
     def maker(self, x: Tensor) -> nn.Module | None:
         """The module that made a tensor, or one of the same values."""
         return self.makers.get(key_of(x))
+
+    def owner(self, call: Call) -> Call:
+        """The first call of attention that read the same K and V; mostly the call itself."""
+        return next(c for c in self.calls if c.cached == call.cached)
+
+    def lent_as(self, call: Call) -> str | None:
+        """The key under which later blocks find K and V of a call; None where they do not."""
+        return next((key for key, kv in self.lent.items() if _keys(kv) == call.cached), None)
+
+
+def handed_empty(given: Mapping[str, Any]) -> str | None:
+    """Of what a block is handed by name, the mapping that blocks fill for later ones, if any."""
+    return next((k for k, v in given.items() if isinstance(v, MutableMapping) and not v), None)
+
+
+def _keys(tensors: Any) -> tuple[Key, ...]:
+    return tuple(key_of(x) for x in tensors if isinstance(x, Tensor))
 
 
 _SEEN: list[Seen] = []  # the run that is under way
@@ -133,13 +158,20 @@ def run(model: Any, *, masked: bool = True) -> Seen:
             if not args or not isinstance(args[0], Tensor) or key_of(args[0]) != key_of(out):
                 seen.makers[key_of(out)] = module
 
+    def block_before(_: nn.Module, __: tuple[Any, ...], given: dict[str, Any]) -> None:
+        name = handed_empty(given)
+        if name is not None:
+            seen.lent = given[name]  # the same one for all of them
+
     def block_after(module: nn.Module, _: tuple[Any, ...], out: Any) -> None:
         if isinstance(out, tuple):
             seen.tuples[module] = len(out)
 
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
-            handles += [part.register_forward_hook(block_after) for part in module]
+            for part in module:
+                handles.append(part.register_forward_hook(block_after))
+                handles.append(part.register_forward_pre_hook(block_before, with_kwargs=True))
         own = next(module.parameters(recurse=False), None) is not None
         if own or next(module.children(), None) is None:
             handles.append(module.register_forward_pre_hook(before))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from formats.families.registry import causal_class
+from formats.families.registry import causal_class, is_ours
 from formats.published import baichuan, chatglm, with_images
 from formats.published.layout import PublishedLayout
 
@@ -32,12 +32,12 @@ def find_layout(config: Mapping[str, Any]) -> PublishedLayout | None:
 def needs_code(config: Mapping[str, Any]) -> bool:
     """Whether a model is none without the code that is beside it (auto_map).
 
-    It needs none in a layout that is known here, nor where its code is of the class that
+    It needs none in a layout that is known here, nor of a class that is, nor where its code is that
     transformers has for its model_type: such files were published before transformers had it, and
     are what transformers reads without trust in others' code.
     """
     code = config.get("auto_map")
-    if code is None or find_layout(config) is not None:
+    if code is None or find_layout(config) is not None or is_ours(config):
         return False
     own = code.get("AutoModelForCausalLM") if isinstance(code, Mapping) else None
     native, name = causal_class(config), str(own).rpartition(".")[2]

@@ -1,11 +1,11 @@
-"""Models of text and images, of which the part that computes text is read (gemma3, mistral3).
+"""Models of text and more, of which the part that computes text is read (gemma3, mistral3, gemma4).
 
 Their config.json holds the text's as `text_config`, and their tensors are the text's under a prefix
 beside those of the images, which are left out: what is quantized and run sees text alone.
 
     language_model.model.X, model.language_model.X, language_model.X    X below the text's `model`
     language_model.lm_head.weight, lm_head.weight     its head
-    [model.]vision_tower, [model.]multi_modal_projector    of images
+    [model.]vision_tower, [model.]multi_modal_projector and the like    of images and sound
 
 Gemma 3's text_config leaves out what its class has by default. Facts from config.json of
 google/gemma-3-4b-it and transformers' Gemma3TextConfig, MistralConfig and Mistral3Config.
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.families.registry import causal_class, find_family, unsupported
+from formats.families.registry import causal_class, is_causal_lm, unsupported
 from formats.published.layout import TOKENS, PublishedLayout, kept
 
 PREFIXES: dict[str, str | None] = {
@@ -26,10 +26,14 @@ PREFIXES: dict[str, str | None] = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "language_model.": "model.",
-    "vision_tower.": None,
-    "model.vision_tower.": None,
-    "multi_modal_projector.": None,
-    "model.multi_modal_projector.": None,
+    **{
+        f"{model}{part}.": None
+        for model in ("", "model.")
+        for part in (
+            *("vision_tower", "multi_modal_projector", "audio_tower"),
+            *("embed_vision", "embed_audio", "vision_embedder"),
+        )
+    },
 }
 GEMMA3 = {
     "vocab_size": 262208,
@@ -54,7 +58,7 @@ def native_config(config: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> 
         defaults: What text_config may leave out.
 
     Raises:
-        CheckpointError: there is no text_config, or it is of a model that is not declared.
+        CheckpointError: there is no text_config, or it is of no causal decoder.
     """
     text = config.get("text_config")
     if not isinstance(text, dict):
@@ -62,7 +66,7 @@ def native_config(config: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> 
             f"config.json: text_config is missing in a {config['model_type']} model. Copy that of "
             "the original model"
         )
-    if find_family(text) is None:
+    if not is_causal_lm(text):
         raise CheckpointError(f"config.json: {unsupported(text, 'text_config')}")
     both = ("tie_word_embeddings", "dtype", "torch_dtype", *TOKENS)
     return {**defaults, **text, **kept(config, both), "architectures": [causal_class(text)]}
@@ -74,5 +78,8 @@ LAYOUTS = tuple(
         native_config=partial(native_config, defaults=defaults),
         prefixes=PREFIXES,
     )
-    for model_type, defaults in (("gemma3", GEMMA3), ("mistral3", {}))
+    for model_type, defaults in (
+        ("gemma3", GEMMA3),
+        *((kind, {}) for kind in ("gemma3n", "gemma4", "gemma4_unified", "mistral3")),
+    )
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
 from formats.cache_scheme import CacheSchemes
 from formats.documents import check_values, read_document
 from formats.errors import CheckpointError
+from formats.families.registry import is_ours
 from formats.families.values import check_model_values
 from formats.files import find_file, sha256_file
 from formats.namespace import later
@@ -18,10 +19,8 @@ from formats.published.layout import PublishedLayout
 from formats.stored.other_kinds import refuse_other_kinds
 from formats.strict import Strict
 
-if TYPE_CHECKING:
+with later():
     from formats.stored import safetensors_files as weights
-else:
-    weights = later("formats.stored.safetensors_files")
 
 CONFIG = "config.json"
 KV_SCALES = "quant/kv_scales.safetensors"
@@ -169,7 +168,8 @@ def read_config(path: Path) -> ConfigFile:
             "(auto_map, trust_remote_code), which is never run. Convert it to an architecture that "
             "transformers knows"
         )
-    config.pop("auto_map", None)
+    if not is_ours(config):  # others need it, with their code, for a class that they lack
+        config.pop("auto_map", None)
     own = config.pop(OWN_KEY, None)
     if own is not None:
         own = check_values(own, OwnPart, f"{path / CONFIG}: {OWN_KEY}", remedy)

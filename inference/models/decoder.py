@@ -84,7 +84,7 @@ class Decoder(Generic[L, X]):
         turns = {own: own.table(longest, config.head_dim, device) for own in set(config.rotary)}
         for block, rotary in zip(block_names(checkpoint.config), config.rotary, strict=True):
             self.layers.append(parts.layer(block, *turns[rotary]))
-            release_freed_memory()  # else what packing a layer leaves behind may add up
+            release_freed_memory()  # else what packing leaves allocated may add up
         growth = None if config.growth is None else config.growth.table(longest)
         self.query_growth = None if growth is None else growth.to(device)
         # Last: nothing is held any more of what was held beside the packed layers.

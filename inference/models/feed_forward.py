@@ -139,16 +139,11 @@ def load_feed_forward(
     router = f"{moe}.{names.router}"
     if f"{router}.weight" not in checkpoint:  # these families have dense blocks too
         return gated(f"{block}.mlp", *dense)
-    found = checkpoint.shape(f"{router}.weight")[0]
-    if found != routing.experts:
-        raise CheckpointError(
-            f"{router} chooses among {found} experts, config.json says {routing.experts}. The "
-            "checkpoint and its config.json do not belong together"
-        )
+    count = _experts(checkpoint, router, routing)
 
     def experts(*leaves: str) -> X:
-        modules = [[f"{moe}.experts.{i}.{leaf}" for leaf in leaves] for i in range(found)]
-        return factory.experts(read_stacks(checkpoint, modules, factory.device), found)
+        modules = [[f"{moe}.experts.{i}.{leaf}" for leaf in leaves] for i in range(count)]
+        return factory.experts(read_stacks(checkpoint, modules, factory.device), count)
 
     shared, shared_gate = f"{moe}.{names.shared}", f"{moe}.{names.shared_gate}"
     has_gate = names.shared_gate is not None and f"{shared_gate}.weight" in checkpoint
@@ -166,3 +161,14 @@ def load_feed_forward(
         activation=config.expert_activation,
         correction=correction,
     )
+
+
+def _experts(checkpoint: Checkpoint, router: str, routing: Routing) -> int:
+    """Experts that a router chooses among, which config.json must know."""
+    found = checkpoint.shape(f"{router}.weight")[0]
+    if found != routing.experts:
+        raise CheckpointError(
+            f"{router} chooses among {found} experts, config.json says {routing.experts}. The "
+            "checkpoint and its config.json do not belong together"
+        )
+    return found

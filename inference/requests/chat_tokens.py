@@ -73,7 +73,8 @@ class ChatEncoder:
             check: Is given the rendered text before it is tokenized, and may refuse it.
 
         Raises:
-            ValueError: the template refuses the chat, or control tokens cannot be told from text.
+            ValueError: the template refuses the chat, or control tokens cannot be distinguished
+                from text.
         """
         hidden = None if self._free else self._hide(messages, tools)
         if hidden and not self._tokenizer.is_fast:

@@ -177,8 +177,8 @@ def _check_object(path: str, schema: dict) -> None:
         name for name in named if others and json.dumps(name, ensure_ascii=False)[1:-1] != name
     ]
     if escaped:
-        told = f"the name {escaped[0]!r:.80} is not kept beside others"
-        raise _refused(path, f"{told}; set additionalProperties to false")
+        fault = f"the name {escaped[0]!r:.80} is not kept beside others"
+        raise _refused(path, f"{fault}; set additionalProperties to false")
 
 
 def _check_value(path: str, value: Any, named: Any) -> None:

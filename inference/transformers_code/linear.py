@@ -15,6 +15,7 @@ the first ones, since no request is longer than the model's positions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,6 +124,49 @@ class HeadRows(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """[..., hidden] of token ids [...]."""
         return self._head.gather(ids.flatten(), self._dtype).view(*ids.shape, -1)
+
+
+class OwnEmbedding(nn.Module):
+    """An embedding of a class of its own, whose code sees the rows of a step's tokens alone.
+
+    Args:
+        module: transformers' module; its weight is not kept.
+        table: Gives rows of it.
+    """
+
+    def __init__(self, module: nn.Embedding, table: Embedding | HeadRows) -> None:
+        super().__init__()
+        self.module, self.table = module, table
+        self.module._parameters.pop("weight", None)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., hidden] of token ids [...]."""
+        rows = self.table(ids.flatten())
+        return _with_weight(self.module, rows)(torch.arange(len(rows), device=ids.device)).view(
+            *ids.shape, -1
+        )
+
+
+def takes_rows(module: nn.Embedding) -> bool:
+    """Whether an embedding, its buffers loaded, gives the same of chosen rows as of all of them."""
+    device = next((x.device for x in module.buffers()), torch.device("cpu"))
+    seeded, ids = torch.Generator().manual_seed(0), torch.tensor([5, 0, 3], device=device)
+    weight = torch.randn(6, module.embedding_dim, generator=seeded).to(device)
+    try:
+        with torch.no_grad():
+            wanted = _with_weight(module, weight)(ids)
+            found = _with_weight(module, weight[ids])(torch.arange(3, device=device))
+    except (TypeError, ValueError, RuntimeError, IndexError):  # it wants something else
+        return False
+    return torch.equal(found, wanted)
+
+
+def _with_weight(module: nn.Embedding, weight: Tensor) -> nn.Embedding:
+    """A module that looks rows up in another weight."""
+    twin = copy.copy(module)
+    twin._parameters = {}
+    twin.__dict__["weight"] = weight
+    return twin
 
 
 class Head(nn.Module):

@@ -18,7 +18,7 @@ from formats.memory import release_freed_memory
 from formats.modeling.config import transformers_config
 from formats.modeling.experts import Experts
 from formats.modeling.found import is_linear
-from formats.modeling.load import materialize
+from formats.modeling.load import load_own, materialize
 from formats.modeling.model import SideBySide, found_model, meta_model
 from formats.modeling.structure import Structure
 from inference.models.layers import LayerFactory, LinearLayer
@@ -30,10 +30,12 @@ from inference.transformers_code.linear import (
     Embedding,
     Head,
     HeadRows,
+    OwnEmbedding,
     PartOfLinear,
     RoutedExperts,
     SharedInput,
     fix_frequencies,
+    takes_rows,
 )
 from inference.transformers_code.state import stand_in, state_shapes, states_of
 from kernels.numerics import dequantize
@@ -129,7 +131,7 @@ class _Loader:
             wholes = {k: v for k, v in vars(parent).items() if isinstance(v, SideBySide)}
             if linears:
                 self._load_linears(name, parent, linears)
-                release_freed_memory()  # else what packing a layer leaves behind may add up
+                release_freed_memory()  # else what packing leaves allocated may add up
             for key, whole in wholes.items():
                 _as_one(parent, key, list(whole.parts))
         materialize(
@@ -137,7 +139,7 @@ class _Loader:
             self._tensor,
             owner=self._model,
             stored=self._stored,
-            skip=[part for part in self._model.modules() if isinstance(part, Embedding)],
+            skip=[p for p in self._model.modules() if isinstance(p, Embedding | OwnEmbedding)],
             device=self._factory.device,
             dtype=self._factory.dtype,
         )
@@ -162,17 +164,54 @@ class _Loader:
             bias = self._tensor(f"{own}.bias").float().to(self._factory.device)
             stored = replace(stored, bias=bias)
         layer = self._factory.linear(stored)
-        place = next(name for name, module in self._model.named_modules() if module is head)
-        self._model.set_submodule(place, Head(layer, self._factory.dtype))
-        plain = type(embedding) is nn.Embedding  # others compute with their own type
-        if plain and checkpoint.shares_head and layer.gathers:
-            place = next(n for n, module in self._model.named_modules() if module is embedding)
-            self._model.set_submodule(place, HeadRows(layer, self._factory.dtype))
-        elif plain:
-            shared = None if there else layer.matrix
-            place = next(n for n, module in self._model.named_modules() if module is embedding)
-            matrix = self._floats(self._structure.embedding) if shared is None else shared
-            self._model.set_submodule(place, Embedding(matrix, self._factory.dtype))
+        self._put(head, Head(layer, self._factory.dtype))
+        shared = None if there else layer.matrix
+        self._load_embeddings(embedding, layer, shared)
+
+    def _load_embeddings(self, main: nn.Module, head: LinearLayer, shared: Tensor | None) -> None:
+        """Hold embeddings in the type that they are stored in, where their code allows it.
+
+        Args:
+            main: That of tokens.
+            head: The layer that gives logits.
+            shared: Its matrix, where that is this embedding; None for none.
+        """
+        for name, part in list(self._model.named_modules()):
+            plain = type(part) is nn.Embedding
+            if not isinstance(part, nn.Embedding) or (plain and part is not main):
+                continue
+            if not plain:
+                meta = part.weight
+                self._load_buffers(part, name)
+                if not takes_rows(part):
+                    part.weight = meta
+                    continue
+            table: Embedding | HeadRows
+            if part is main and self._checkpoint.shares_head and head.gathers:
+                table = HeadRows(head, self._factory.dtype)
+            else:
+                own = self._floats(self._stored_module(name)) if part is not main else shared
+                own = self._floats(self._structure.embedding) if own is None else own
+                table = Embedding(own, self._factory.dtype)
+            self._put(part, table if plain else OwnEmbedding(part, table))
+
+    def _load_buffers(self, part: nn.Embedding, name: str) -> None:
+        """Load what the code of an embedding multiplies by, and the like, and no weight."""
+        blank = torch.zeros(1, part.embedding_dim)
+        part.weight = nn.Parameter(blank.to("meta"), requires_grad=False)
+        load_own(
+            part,
+            name,
+            lambda own: blank if own == f"{name}.weight" else self._tensor(own),
+            owner=self._model,
+            device=self._factory.device,
+            dtype=self._factory.dtype,
+        )
+
+    def _put(self, part: nn.Module, other: nn.Module) -> None:
+        """Put a module in the place of one of the code's."""
+        place = next(name for name, module in self._model.named_modules() if module is part)
+        self._model.set_submodule(place, other)
 
     def _load_linears(
         self, parent_name: str, parent: nn.Module, linears: Mapping[str, nn.Linear]

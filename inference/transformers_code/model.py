@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,8 @@ from inference.models.layers import LayerFactory
 from inference.models.model import KVHeads
 from inference.transformers_code.attention import TAKEN, Step, running
 
-if TYPE_CHECKING:
+with later():
     from inference.transformers_code import load, state
-else:  # transformers' code of models takes seconds, and declared families run without it
-    load = later("inference.transformers_code.load")
-    state = later("inference.transformers_code.state")
 
 ENDLESS = 1 << 20  # positions of a model without attention, whose code counts none
 
@@ -43,7 +40,8 @@ class CodeShape:
     Attributes:
         structure: Names of its parts.
         windows: Sliding window of each layer with attention, None for full attention.
-        cached: What the cache holds of a token, layer by layer of these.
+        places: Which layer of the cache each of these reads: its own, or that of an earlier one.
+        cached: What the cache holds of a token, layer by layer of its own.
     """
 
     structure: Structure
@@ -51,6 +49,7 @@ class CodeShape:
     vocab_size: int
     max_positions: int
     windows: tuple[int | None, ...]
+    places: tuple[int, ...]
     cached: tuple[KVHeads, ...]
 
     @classmethod
@@ -62,11 +61,15 @@ class CodeShape:
         """
         structure = structure_of(checkpoint.config)
         config: Any = transformers_config(checkpoint.config).get_text_config()
-        attentions = structure.attentions
+        attentions, caches = structure.attentions, structure.caches
+        places = {site.module: place for place, site in enumerate(caches)}
         if unknown := {name for own in attentions for name in own.arguments} - TAKEN:
+            told = ", ".join(sorted(unknown))
+            if "mask" in unknown:
+                told = "a mask that is neither causal nor a sliding window"
             raise CheckpointError(
                 f"config.json: model_type {checkpoint.config.get('model_type')!r} is not run here: "
-                f"its code gives attention {', '.join(sorted(unknown))}"
+                f"its code gives attention {told}"
             )
         return cls(
             structure,
@@ -74,7 +77,8 @@ class CodeShape:
             vocab_size=config.vocab_size,
             max_positions=positions_of(config) if attentions else ENDLESS,
             windows=tuple(own.window for own in attentions),
-            cached=tuple(KVHeads(a.kv_heads, a.key_size, a.value_size) for a in attentions),
+            places=tuple(places[own.lender or own.module] for own in attentions),
+            cached=tuple(KVHeads(a.kv_heads, a.key_size, a.value_size) for a in caches),
         )
 
     @property
@@ -163,7 +167,7 @@ class CodeModel:
         Returns:
             Logits fp32 [R, vocabulary] of the rows wanted.
         """
-        with running(step, len(self.config.cached), self.sink_tokens):
+        with running(step, len(self.config.places), self.sink_tokens):
             out = self._module(input_ids=step.ids[None], use_cache=False, **self._places(step))
         return out.logits[0]
 

@@ -55,7 +55,7 @@ class Wanted:
 def object_cases(setting: Setting) -> list[Wanted]:
     """Objects of schemas that are drawn by the seed."""
     support, draw = tool_support(setting.tokenizer), setting.draw("objects")
-    called = support.told and support.tool_format is not None
+    called = support.declared and support.tool_format is not None
     make = _call if called else _object
     made = [make(setting, i, draw, support) for i in range(setting.level.objects)]
     room = setting.length - NEW

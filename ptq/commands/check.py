@@ -17,16 +17,12 @@ from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.recipe.reading import read_recipe
 
 if TYPE_CHECKING:
-    import ptq.plan.plan as planning
     from calibrate.data import TokenSet
+    from ptq.plan.plan import Plan
+with later():
+    import ptq.plan.plan as planning
     from ptq.pipeline import timing
     from ptq.plan import describe, preflight
-    from ptq.plan.plan import Plan
-else:
-    describe = later("ptq.plan.describe")
-    planning = later("ptq.plan.plan")
-    preflight = later("ptq.plan.preflight")
-    timing = later("ptq.pipeline.timing")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,6 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _time(plan: Plan, tokens: TokenSet) -> str:
-    """How long quantization would take here and now, told by solving the first block."""
+    """How long quantization would take here and now, estimated by solving the first block."""
     print(f"timing the first of {len(plan.blocks)} blocks (--no-time: not)", file=sys.stderr)
     return describe.describe_seconds(timing.predict_seconds(plan, tokens))

@@ -27,11 +27,9 @@ from ptq.commands.arguments import add_quiet
 from ptq.text import format_table, typed_path
 
 if TYPE_CHECKING:
-    from ptq.evaluate import evaluation, figures
     from ptq.evaluate.figures import Metric
-else:
-    evaluation = later("ptq.evaluate.evaluation")
-    figures = later("ptq.evaluate.figures")
+with later():
+    from ptq.evaluate import evaluation, figures
 
 BATCH = 32  # requests that run at once
 
@@ -78,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(format_table(_rows(metrics, against)))
     if arguments.output is not None:
         models = [("checkpoint", metrics), *([("against", against)] if against else [])]
-        told = {name: [m.model_dump(mode="json") for m in found] for name, found in models}
-        replace_file(arguments.output, (json.dumps(told, indent=1) + "\n").encode())
+        measured = {name: [m.model_dump(mode="json") for m in found] for name, found in models}
+        replace_file(arguments.output, (json.dumps(measured, indent=1) + "\n").encode())
         print(f"figures: {typed_path(arguments.output)}")
     return 0
 

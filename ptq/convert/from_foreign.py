@@ -132,7 +132,7 @@ def _import_notes(source: Checkpoint, quantization: Mapping[str, Any]) -> tuple[
     kept = source.config.get("dtype") or source.config.get("torch_dtype") or "another type"
     if scheme.activations is None and kept != "float16":
         notes.append(
-            f"Scales are kept as they came; software that runs the model in {kept} may round."
+            f"Scales are kept as they are; software that runs the model in {kept} may round."
         )
     if quantization.get("sym") and not integer_weights(scheme).symmetric:
         notes.append(

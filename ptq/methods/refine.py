@@ -39,21 +39,15 @@ from ptq.methods.common.method import Method
 from ptq.methods.common.spec import BlockSizes, MethodSpec, Stage
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+with later():
+    import torch
 
     import calibrate.gradients as gradients
     import kernels.numerics as numerics
     import kernels.two_level as two_level
     from formats.stored import weights as storage
     from ptq.methods.common import rounding
-else:
-    gradients = later("calibrate.gradients")
-    numerics = later("kernels.numerics")
-    rounding = later("ptq.methods.common.rounding")
-    storage = later("formats.stored.weights")
-    torch = later("torch")
-    two_level = later("kernels.two_level")
 
 FACTOR_RATE = 0.1  # learning rate of scale factors, relative to that of roundings
 MOST_FACTOR = 0.2  # scales change by at most this share
@@ -280,7 +274,9 @@ class Refine(Method):
         for batch in _batches(len(inputs), spec):
             weights = {name: layer.weight() for name, layer in layers.items()}
             losses = [
-                cost(work.block.forward(inputs[i], weights) - targets[i].to(work.block.device), i)
+                cost(
+                    work.block.forward(inputs[i], i, weights) - targets[i].to(work.block.device), i
+                )
                 .square()
                 .mean()
                 for i in batch
@@ -318,7 +314,7 @@ def _error(
     """Squared error of the block's outputs, as it counts, summed exactly over all samples."""
     with torch.no_grad():
         return math.fsum(
-            cost(work.block.forward(x, weights) - y.to(work.block.device), i)
+            cost(work.block.forward(x, i, weights) - y.to(work.block.device), i)
             .double()
             .square()
             .sum()

@@ -17,7 +17,9 @@ projections before them. R2 passes through attention, which mixes tokens and not
 
 Everything is folded into weights: products are made in fp64, and rounding them to the checkpoint's
 type is all that is lost. The inputs of down_proj are not rotated: that would take a product when
-the model runs (QuaRot's online transform); SmoothQuant's group `mlp_output` serves them.
+the model runs (QuaRot's online transform); SmoothQuant's group `mlp_output` serves them. A layer
+that predicts further tokens is left out with R1: it norms what the final norm gave with a weight
+that is no longer there.
 """
 
 from __future__ import annotations
@@ -32,26 +34,24 @@ from formats.errors import RecipeError
 from formats.families import names
 from formats.families.family import LatentAttention
 from formats.families.groups import SmoothingGroup
-from formats.families.registry import family_of
+from formats.families.registry import family_of, predicting_layer
 from formats.families.sizes import heads_of
 from formats.namespace import later
 from formats.residual_rotation import with_rotation
 from formats.scheme import LayerScheme, Scheme
-from ptq.methods.common.float_model import FloatModel, FloatModelView
+from ptq.methods.common.float_model import LEFT_OUT, FloatModel, FloatModelView
 from ptq.methods.common.spec import MethodSpec, Stage
 from ptq.methods.common.stored_layers import kept_layers
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from formats import hadamard
     from formats.families.family import Family
+with later():
+    import torch
+
+    from formats import hadamard
     from formats.modeling import load
-else:
-    hadamard = later("formats.hadamard")
-    load = later("formats.modeling.load")
-    torch = later("torch")
 
 EMBEDDING, FINAL_NORM, HEAD = (
     f"{name}.weight" for name in (names.EMBEDDING, names.FINAL_NORM, names.HEAD)
@@ -156,7 +156,7 @@ class RotatedCheckpoint(FloatModelView):
         self.r2 = hadamard.random_rotation(head, spec.seed + 1) if spec.values else None
         tied = bool(config.get("tie_word_embeddings", HEAD not in source))
         self.unties = spec.residual and tied
-        self._check_names()
+        self._unturned = self._check_names()
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -185,11 +185,17 @@ class RotatedCheckpoint(FloatModelView):
         ]
         cost = f"; unties lm_head, which adds {self.added_bytes / 1e6:.1f} MB"
         yield f"rotated: {', '.join(kinds)}{cost if self.added_bytes else ''}"
+        yield from (f"leaves out {layer}: {LEFT_OUT}" for layer in self.left_out)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Those that read the residual stream, if that is rotated."""
+        return tuple(sorted({str(self._further(name)) for name in self._unturned}))
 
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, lm_head's among them."""
-        names = self.source.names()
-        return tuple(sorted({*names, HEAD})) if self.unties else names
+        names = {*self.source.names()} - self._unturned
+        return tuple(sorted({*names, HEAD} if self.unties else names))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor: none changes."""
@@ -202,6 +208,8 @@ class RotatedCheckpoint(FloatModelView):
     def tensor(self, name: str) -> Tensor:
         """Read one tensor and rotate it, in fp64; rounded once to its type."""
         stored = load.check_finite(name, self.source.tensor(self._origin(name)))
+        if self._further(name) is not None:
+            return stored
         module, leaf = _parts(name)
         norms = self.family.norms.before
         if self.r1 is not None and (module in norms or name == FINAL_NORM):
@@ -240,7 +248,12 @@ class RotatedCheckpoint(FloatModelView):
         """Name of the tensor in the source: a tied head is the embedding."""
         return EMBEDDING if self.unties and name == HEAD else name
 
-    def _check_names(self) -> None:
+    def _further(self, name: str) -> str | None:
+        """The layer that predicts further tokens which a tensor is in."""
+        return predicting_layer(self.source.config, name)
+
+    def _check_names(self) -> frozenset[str]:
+        """Refuse tensors that are not known; those that do not turn with the residual stream."""
         family, attention = self.family, self.family.attention
         if self.spec.values and isinstance(attention, LatentAttention):
             raise RecipeError(
@@ -259,14 +272,16 @@ class RotatedCheckpoint(FloatModelView):
         else:
             untouched |= {attention.q_norm, attention.k_norm}
         known = {*family.readers, *family.writers, *family.norms.before, *untouched}
-        top = {EMBEDDING, FINAL_NORM, HEAD}
+        further = frozenset(filter(self._further, self.source.names()))
+        known_names = {EMBEDDING, FINAL_NORM, HEAD} | further
         for name in self.source.names():
-            if name not in top and _parts(name)[0] not in known:
+            if name not in known_names and _parts(name)[0] not in known:
                 raise RecipeError(
                     f"rotation: {name} of {self.path} reads or writes the residual stream in a way "
                     f"that is not known here; known are {', '.join(sorted(known))}. Remove the "
                     "method rotation"
                 )
+        return further if self.spec.residual else frozenset()
 
 
 def _parts(name: str) -> tuple[str, str]:

@@ -24,12 +24,14 @@ from formats.adapters.factors import read_factors
 from formats.checkpoint.write import CheckpointWriter
 from formats.command import bar, on_terminal, say
 from formats.errors import RecipeError
+from formats.families.registry import predicting_patterns
 from formats.files import replace_file
 from formats.memory import peak_rss_bytes
 from formats.modeling.layers import stored_names
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.tokenizer import load_tokenizer
 from ptq.methods.common.events import Event, SmoothingRow
+from ptq.methods.common.float_model import LEFT_OUT, FloatModelView
 from ptq.methods.common.stored_layers import kept_layers
 from ptq.output import CHECKPOINT_FOLDER, RECIPE_FILE, RESULT_FILE, RESUME_FOLDER, STATISTICS_FILE
 from ptq.pipeline.artifact import (
@@ -158,8 +160,8 @@ class _Driver:
     ) -> None:
         self.plan, self.recipe, self.watch = plan, plan.recipe, watch
         self.calibration, self.artifact = calibration, artifact
-        told = plan.prediction
-        kept = {HESSIANS_FOLDER: told.moments_bytes, FISHER_FOLDER: told.factors_bytes}
+        expected = plan.prediction
+        kept = {HESSIANS_FOLDER: expected.moments_bytes, FISHER_FOLDER: expected.factors_bytes}
         folders = [name for name, size in kept.items() if size > 0]
         keep = partial(save_moments, plan.recipe.output.path / RESUME_FOLDER, folders)
         self.keeps_moments = artifact is None and bool(folders)
@@ -177,7 +179,8 @@ class _Driver:
         self.statistics = Statistics()
         self.found: dict[str, dict[str, dict[str, Tensor]]] = {}
         self.entries: list[ScaleEntry] = []
-        self.events: list[Event] = []
+        left_out = self.model.left_out if isinstance(self.model, FloatModelView) else ()
+        self.events = [Event(module=n, kind="left_out", message=LEFT_OUT) for n in left_out]
         self.smoothing: list[SmoothingRow] = []
         self.modules: list[ModuleRow] = []
         self.costs: list[BlockRow] = []
@@ -222,7 +225,7 @@ class _Driver:
         peaks = self.solver.find_sinks(sequences)
         for name, ratio in peaks.others(self.solver.sinks).items() if peaks else ():
             message = (
-                f"a token behind the first {self.solver.sinks} has an input {ratio:.0f} times that "
+                f"a token after the first {self.solver.sinks} has an input {ratio:.0f} times that "
                 "of an ordinary one; a static scale of its layer serves others badly. Scale this "
                 "layer by token"
             )
@@ -299,11 +302,15 @@ class _Driver:
         return static or any(cache is not None for cache in caches)
 
     def _ignored(self) -> list[str]:
-        """Full names of the layers left alone, in the files and, where it differs, in the code."""
+        """Full names of the layers left alone, in the files and, where it differs, in the code.
+
+        Of layers that predict further tokens it is a pattern for all that is in them.
+        """
         left = [module.name for module in self.plan.modules if module.action == "float"]
         code = {own: name for name, own in stored_names(self.model.config).items()}
         weights = (f"{name}.weight" for name in left)
-        return left + [code[w].removesuffix(".weight") for w in weights if w in code]
+        left += [code[w].removesuffix(".weight") for w in weights if w in code]
+        return left + predicting_patterns(self.model.config, self.model.names())
 
     def _block(self, index: int, name: str, writer: CheckpointWriter) -> None:
         """Take one block from float to the writer."""

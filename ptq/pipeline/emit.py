@@ -1,8 +1,7 @@
-"""From a solved block to the checkpoint: its tensors, and its scales with where they came from."""
+"""From a solved block to the checkpoint: its tensors, and its scales with their origin."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -39,15 +38,10 @@ def emit_rest(
     blocks: tuple[str, ...],
     without: str | None = None,
 ) -> None:
-    """Copy every tensor that belongs to no decoder block, bit for bit, but for one of that name.
-
-    What is after the last block, as layers do that predict further tokens (DeepSeek-V3), is left
-    out: nothing runs it, and it is not calibrated.
-    """
-    parents = {block.rpartition(".")[0] for block in blocks}
-    numbered = re.compile("|".join(rf"{re.escape(parent)}\.\d+\." for parent in parents))
+    """Copy every tensor that belongs to no decoder block, bit for bit, but for one of that name."""
+    of_blocks = tuple(f"{block}." for block in blocks)
     for name in checkpoint.names():
-        if name != without and not numbered.match(name):
+        if name != without and not name.startswith(of_blocks):
             writer.add(name, checkpoint.tensor(name))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from calibrate.block import DecoderBlock, OnInput
+from calibrate.handed import Handed
 from calibrate.statistics import Statistics
 from formats.modeling.load import check_finite
 from formats.scale_table import ScaleEntry
@@ -48,7 +49,7 @@ class HeadBlock(DecoderBlock):
         linear.weight = nn.Parameter(weight, requires_grad=False)
         module.add_module("head", linear)
         super().__init__(
-            name, None, "", module, inputs, {}, device=device, names={"": "", "head": name}
+            name, None, "", module, inputs, Handed(), device=device, names={"": "", "head": name}
         )
 
     def run(self, sample: int, *, on_input: OnInput | None = None, **_: object) -> Tensor:

@@ -92,7 +92,7 @@ def gradients_key(plan: Plan, model: FloatModel, facts: Mapping[str, str]) -> st
         model: The model that is quantized, as methods have it seen.
         facts: From `run_facts`.
     """
-    kept = {name: told for name, told in facts.items() if name not in (RECIPE, "the plan")}
+    kept = {name: fact for name, fact in facts.items() if name not in (RECIPE, "the plan")}
     tokens = plan.recipe.statistics.gradient_tokens
     sinks = plan.recipe.sinks.model_dump_json()
     more = {"seen": seen_key(plan.recipe, model), "tokens": str(tokens), "sinks": sinks}
@@ -107,7 +107,7 @@ def seen_key(recipe: Recipe, checkpoint: FloatModel) -> str:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs between two runs' facts: a recipe's settings by their keys, the values told."""
+    """What differs between two runs' facts: a recipe's settings by their keys, and values."""
     lines = []
     old, new = (dict(_settings(json.loads(facts.get(RECIPE, "{}")))) for facts in (before, now))
     for key in dict.fromkeys((*old, *new)):
@@ -115,8 +115,8 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
             lines.append(f"{key}: {old.get(key, 'none')}, now {new.get(key, 'none')}")
     for name in now:
         if name != RECIPE and before.get(name) != now[name]:
-            told = name in ("the device", "torch")
-            lines.append(f"{name}: {before.get(name)}, now {now[name]}" if told else name)
+            shown = name in ("the device", "torch")
+            lines.append(f"{name}: {before.get(name)}, now {now[name]}" if shown else name)
     return lines[:-1] if len(lines) > 1 and lines[-1] == "the plan" else lines
 
 

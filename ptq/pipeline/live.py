@@ -1,4 +1,4 @@
-"""What is told while a run goes on: a table that grows by a line a block."""
+"""What is shown while a run goes on: a table that grows by a line a block."""
 
 from __future__ import annotations
 

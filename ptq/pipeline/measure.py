@@ -41,7 +41,7 @@ class LayerPowers(NamedTuple):
 
     @property
     def ratios(self) -> Ratios:
-        """What is told of them."""
+        """The ratios of each."""
         return Ratios(*map(_ratio_db, self))
 
 
@@ -102,7 +102,7 @@ def _by_moments(work: BlockWork, name: str, weight: Tensor) -> Powers:
 def module_rows(
     work: BlockWork, baseline: Mapping[str, Ratios], found: Mapping[str, Ratios]
 ) -> list[ModuleRow]:
-    """What is told of the layers that the methods handed over, and of those worse than rounded.
+    """The record's rows of solved layers; an event for each that is worse than rounded.
 
     Args:
         work: The block with its solved layers.

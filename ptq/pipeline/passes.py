@@ -20,7 +20,7 @@ from ptq.pipeline.observing import Pass
 from ptq.pipeline.team import Team
 from ptq.plan.plan import Plan
 
-STARVED = 0.01  # of an even share of the tokens; an expert that gets less is told of
+STARVED = 0.01  # of an even share of the tokens; an expert that gets less is an event
 
 
 def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> BlockWork:
@@ -58,8 +58,9 @@ def quantized_outputs(work: BlockWork, team: Team | None = None) -> list[Tensor]
     def run(worker: int) -> list[Tensor]:
         part, chosen = work.part(team.block(worker)), samples_of(worker, len(inputs), len(team))
         with quantized_block(part), torch.no_grad():
-            own = [inputs[i] for i in chosen]
-            return passed_through(own, part.block.forward, part.block.device)
+            own, left = [inputs[i] for i in chosen], iter(chosen)
+            forward = part.block.forward
+            return passed_through(own, lambda x: forward(x, next(left)), part.block.device)
 
     found = team.each(f"running samples through the quantized {work.block.name}", run)
     return in_order_of_samples(found, len(inputs))
@@ -76,7 +77,7 @@ def observe(
     """Run every sample through the block as it is now, for its statistics and for `methods`.
 
     Layers that read one input share what is seen of it: it is observed once for all of them.
-    Experts that the router hardly ever chose are told of, in the first pass.
+    Experts that the router hardly ever chose are events of the first pass.
 
     Args:
         work: Gets what is seen.

@@ -140,7 +140,7 @@ class ResumableRun:
         self._progress(0)
 
     def greeting(self) -> str | None:
-        """What is told of an earlier run: that it goes on, or starts over, and why."""
+        """The message about an earlier run: that it goes on, or starts over, and why."""
         left = self.left
         if left is None or (left.key == self._key and not left.blocks):
             return None

@@ -45,7 +45,7 @@ from ptq.plan.plan import Plan
 from ptq.plan.schedule import Schedule
 from ptq.result import BlockRow, ModuleRow, Stopwatch
 
-CLIPPING_EVENT = 1e-3  # share of clipped values from which on a person is told
+CLIPPING_EVENT = 1e-3  # share of clipped values from which on it is an event
 
 
 class BlockSolver:

@@ -57,7 +57,7 @@ class Team(BlockWorkers):
         def task(part: Part, worker: int) -> T:
             return run(work.part(self.block(worker), part.targets, part.groups))
 
-        return self.spread([Task(f"{what} of {p.told}", p.cost, partial(task, p)) for p in parts])
+        return self.spread([Task(f"{what} of {p.title}", p.cost, partial(task, p)) for p in parts])
 
 
 def _solved(method: Method, part: BlockWork) -> tuple[Method, BlockWork]:

@@ -1,4 +1,4 @@
-"""How long a run will take, told by its first block: it is solved as the run will solve it."""
+"""How long a run will take, estimated from its first block, which is solved as in the run."""
 
 from __future__ import annotations
 

@@ -66,21 +66,26 @@ def checked_groups(
     known: dict[object, tuple[list[SmoothingGroup], list[str]]] = {}
     groups: list[SmoothingGroup] = []
     for index, block in enumerate(structure.blocks):
-        build = _build(block, stream)
+        build = _build(block)
         if build not in known:
-            known[build] = _checked(block, stream.load(index), kinds)
+            loaded = stream.load(index)
+            lent = torch.randn(TOKENS, loaded.handed.rows.lent, generator=seeded)
+            loaded.inputs = [torch.cat((hidden, lent), dim=1) for hidden in stream.inputs]
+            known[build] = _checked(block, loaded, kinds)
         first = known[build][0]
         groups += [_moved(group, first[0].block, block.name) for group in first]
     left = dict.fromkeys(line for _, lines in known.values() for line in lines)
     return CheckedGroups(tuple(groups), tuple(left))
 
 
-def _build(block: BlockStructure, stream: BlockStream) -> object:
+def _build(block: BlockStructure) -> object:
     """What blocks of the same code and sizes have in common."""
     place, site = len(block.name), block.attention
-    attention = site and replace(site, module="", value=None, output=None, window=None)
+    attention = site and replace(
+        site, module="", value=None, output=None, window=None, lender=site.lender and ""
+    )
     reads = [(name[place:], read[place:]) for name, read in block.inputs.items()]
-    return tuple(reads), attention
+    return tuple(reads), attention, block.lends
 
 
 def _moved(group: SmoothingGroup, here: str, there: str) -> SmoothingGroup:

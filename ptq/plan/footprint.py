@@ -14,13 +14,13 @@ process itself stays out.
     head        the same of some rows of it, where it is quantized (`ptq.plan.modules`)
 
 Blocks run on a GPU where there is one: then the host holds the hidden states and what is written.
-Of several GPUs the first holds the most: what is told is of that one.
+Of several GPUs the first holds the most: these figures are of that one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,8 +63,8 @@ class Footprint:
     def host(self) -> int:
         """Peak bytes of host memory."""
         work = 0 if self.on_gpu else max(self._steps())
-        start = 0 if self.on_gpu else self._embedding()
-        start = max(start, self._kept_inputs() + (0 if self.on_gpu else self._backward()))
+        start = 0 if self.on_gpu else _embedding(self.source)
+        start = max(start, self._backward.kept() + (0 if self.on_gpu else self._backward.work()))
         head = self._states() + self._head_stored() + (0 if self.on_gpu else self._head_work())
         solving = max(self._states() + work + self._written(), head)
         return max(start, 4 * self._widest_rest(), solving)
@@ -73,7 +73,9 @@ class Footprint:
         """Peak bytes of a GPU's memory; 0 where none is used."""
         if not self.on_gpu:
             return 0
-        return max(self._embedding(), self._backward(), self._head_work(), *self._steps())
+        return max(
+            _embedding(self.source), self._backward.work(), self._head_work(), *self._steps()
+        )
 
     def disk(self) -> int:
         """Most bytes on the disk before the run ends: what it makes, and what it can go on with.
@@ -83,34 +85,27 @@ class Footprint:
         resumable = self.checkpoint_bytes + 2 * self._copies * self._state_bytes
         kept = self.moments() + self.factors()
         made = self.checkpoint_bytes + kept + 2 * self._histograms()
-        backward = self._gradients(self.blocks) + self._weights() if self._schedule.gradients else 0
-        if self._filed:
-            backward += self._inputs // 2
-        return made + backward + (resumable if self._needs_data else 0)
+        return made + self._backward.disk() + (resumable if self._schedule.needs_data else 0)
 
     def moments(self) -> int:
         """Bytes of the second moments that are kept on the disk: of each pass of the samples."""
         used = any(method.moments == "full" for method in self._schedule.methods)
-        total = self._passes * sum(self._hessians(block) for block in self.blocks)
+        total = self._schedule.runs * sum(map(_hessians, self.blocks))
         return _kept(self.recipe.statistics.hessians, used, total)
 
     def factors(self) -> int:
         """Bytes of the Fisher factors that are kept on the disk: A of each pass, and G."""
-        total = self._passes * sum(self._weighted(block) for block in self.blocks)
-        total += self._gradients(self.blocks)
+        total = self._schedule.runs * sum(map(_weighted, self.blocks))
+        total += self._backward.gradients(self.blocks)
         return _kept(self.recipe.statistics.gradients, self._schedule.gradients, total)
-
-    @property
-    def _passes(self) -> int:
-        return 1 + len(self._schedule.passes)
 
     @property
     def _schedule(self) -> Schedule:
         return Schedule.of(self.recipe)
 
     @property
-    def _needs_data(self) -> bool:
-        return self._schedule.needs_data
+    def _backward(self) -> _Backward:
+        return _Backward(self.recipe, self._schedule, self.source, self.blocks, self._activations)
 
     @property
     def _copies(self) -> int:
@@ -134,7 +129,7 @@ class Footprint:
         left of them and its bytes while they are stored. A GPU's pinned copies stay for reuse.
         """
         solving = 2 + (2 if self._copies == 2 else 0)
-        storing = self._copies if self._needs_data else 0
+        storing = self._copies if self._schedule.needs_data else 0
         sets = solving + storing if self.on_gpu else max(solving, self._copies + storing)
         return sets * self._state_bytes
 
@@ -183,84 +178,25 @@ class Footprint:
     def _sums(self, block: BlockShape) -> int:
         """Second moments that are accumulated, and the widest's mean where no step counts it."""
         moments = {method.moments for method in self._schedule.methods}
-        weighted = self._weighted(block) + self._gradients([block])
+        weighted = _weighted(block) + self._backward.gradients([block])
         weighted = weighted if self._schedule.gradients else 0
         if "full" not in moments and self.recipe.statistics.hessians is not True:
             return weighted
         widest = max((columns for _, columns in block.quantized), default=0)
-        return weighted + self._hessians(block) + (0 if "full" in moments else FLOAT * widest**2)
+        return weighted + _hessians(block) + (0 if "full" in moments else FLOAT * widest**2)
 
     def _run_sums(self, block: BlockShape) -> int:
         """Second moments of the samples that a device runs next to each other."""
         full = any(method.moments == "full" for method in self._schedule.methods)
         kept = full or self.recipe.statistics.hessians is True
-        weighted = self._weighted(block) if self._schedule.gradients else 0
-        return weighted + (self._hessians(block) if kept else 0)
+        weighted = _weighted(block) if self._schedule.gradients else 0
+        return weighted + (_hessians(block) if kept else 0)
 
     @property
     def _workers(self) -> int:
         """Devices that work in one memory."""
         chosen = self.recipe.device
         return 1 if isinstance(chosen, str) else chosen.cpus or 1
-
-    def _hessians(self, block: BlockShape) -> int:
-        inputs = block.inputs(block.targets).values()
-        return sum(FLOAT * block.width(names) ** 2 for names in inputs)
-
-    def _weighted(self, block: BlockShape) -> int:
-        """A of the Fisher factors: each layer has its own."""
-        return sum(FLOAT * columns**2 for _, columns in block.quantized)
-
-    def _gradients(self, blocks: Sequence[BlockShape]) -> int:
-        """G of the layers of some blocks, as large as those of all blocks allow."""
-        size = block_size(_widths(self.blocks), KEPT_MOMENTS)
-        heads = sum(2 * block.cached**2 // max(block.kv_heads, 1) for block in blocks)
-        sequences = sum(FLOAT * block.hidden**2 for block in blocks)  # of K and V, in bf16
-        return gradient_bytes(_widths(blocks), size) + FLOAT * heads + sequences
-
-    def _weights(self) -> int:
-        """|g_t|^2 of each token that is run backward, of each layer."""
-        layers = sum(len(block.layers) + 2 * block.kv_heads for block in self.blocks)
-        return FLOAT * layers * self._backward_tokens
-
-    @property
-    def _backward_tokens(self) -> int:
-        """Tokens that are run backward: whole samples."""
-        wanted = self.recipe.statistics.gradient_tokens
-        samples = min(self._schedule.samples, max(wanted // self._tokens, 1))
-        return samples * self._tokens
-
-    @property
-    def _inputs(self) -> int:
-        """Bytes of the hidden states before every block, fp32, of what is run backward."""
-        if not self._schedule.gradients:
-            return 0
-        return FLOAT * self._backward_tokens * self.blocks[0].hidden * len(self.blocks)
-
-    @property
-    def _filed(self) -> bool:
-        """Whether they are kept in files."""
-        return self._inputs > IN_MEMORY
-
-    def _kept_inputs(self) -> int:
-        """Bytes of them in memory, beside those of a block, its outputs and their gradients."""
-        return 3 * self._inputs // len(self.blocks) + (0 if self._filed else self._inputs)
-
-    def _backward(self) -> int:
-        """A block with a sample's activations, what gradients need of them, and G; or the head."""
-        if not self._schedule.gradients:
-            return 0
-        block = max(self.blocks, key=lambda shape: shape.elements)
-        through = FLOAT * block.elements + 3 * self._activations(block) + self._gradients([block])
-        vocabulary = self.source.shape(f"{embedding_name(self.source.config)}.weight")[0]
-        head = 2 * FLOAT * vocabulary * block.hidden + 4 * FLOAT * vocabulary * self._tokens
-        return max(through, head)
-
-    def _embedding(self) -> int:
-        """The stored table, and the same in fp32."""
-        name = f"{embedding_name(self.source.config)}.weight"
-        itemsize = self.source.dtype(name).itemsize
-        return math.prod(self.source.shape(name)) * (itemsize + FLOAT)
 
     def _widest_rest(self) -> int:
         """Bytes of the largest tensor outside of the blocks.
@@ -286,6 +222,93 @@ class Footprint:
         tensors = sum(len(block.inputs(block.layers)) for block in self.blocks)
         heads = 2 * sum(block.kv_heads for block in self.blocks)
         return 16 * OCCUPIED * (tensors + heads)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """What gradients take: nothing where no method wants them.
+
+    Args:
+        recipe: The run.
+        schedule: Its passes.
+        source: The model.
+        blocks: Its blocks.
+        activations: Bytes that one sample needs on its way through a block.
+    """
+
+    recipe: Recipe
+    schedule: Schedule
+    source: FloatModel
+    blocks: Sequence[BlockShape]
+    activations: Callable[[BlockShape], int]
+
+    def gradients(self, blocks: Sequence[BlockShape]) -> int:
+        """G of the layers of some blocks, as large as those of all blocks allow."""
+        size = block_size(_widths(self.blocks), KEPT_MOMENTS)
+        heads = sum(2 * block.cached**2 // max(block.kv_heads, 1) for block in blocks)
+        sequences = sum(FLOAT * block.hidden**2 for block in blocks)  # of K and V, in bf16
+        return gradient_bytes(_widths(blocks), size) + FLOAT * heads + sequences
+
+    def work(self) -> int:
+        """A block with a sample's activations, what gradients need of them, and G; or the head."""
+        if not self.schedule.gradients:
+            return 0
+        block = max(self.blocks, key=lambda shape: shape.elements)
+        through = FLOAT * block.elements + 3 * self.activations(block) + self.gradients([block])
+        vocabulary = self.source.shape(f"{embedding_name(self.source.config)}.weight")[0]
+        head = 2 * FLOAT * vocabulary * block.hidden + 4 * FLOAT * vocabulary * self._length
+        return max(through, head)
+
+    def kept(self) -> int:
+        """Inputs of blocks in memory, beside those of one, its outputs and their gradients."""
+        return 3 * self._inputs // len(self.blocks) + (0 if self._filed else self._inputs)
+
+    def disk(self) -> int:
+        """G, |g_t|^2 of each token that is run backward, of each layer, and inputs in files."""
+        if not self.schedule.gradients:
+            return 0
+        layers = sum(len(block.layers) + 2 * block.kv_heads for block in self.blocks)
+        powers = FLOAT * layers * self._tokens
+        return self.gradients(self.blocks) + powers + (self._inputs // 2 if self._filed else 0)
+
+    @property
+    def _length(self) -> int:
+        return self.recipe.dataset.calibration.sequence_length
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens that are run backward: whole samples."""
+        wanted = self.recipe.statistics.gradient_tokens
+        return self._length * min(self.schedule.samples, max(wanted // self._length, 1))
+
+    @property
+    def _inputs(self) -> int:
+        """Bytes of the hidden states before every block, fp32, of what is run backward."""
+        if not self.schedule.gradients:
+            return 0
+        return FLOAT * self._tokens * self.blocks[0].hidden * len(self.blocks)
+
+    @property
+    def _filed(self) -> bool:
+        """Whether they are kept in files."""
+        return self._inputs > IN_MEMORY
+
+
+def _hessians(block: BlockShape) -> int:
+    """Second moments of a block's inputs."""
+    inputs = block.inputs(block.targets).values()
+    return sum(FLOAT * block.width(names) ** 2 for names in inputs)
+
+
+def _weighted(block: BlockShape) -> int:
+    """A of the Fisher factors: each layer has its own."""
+    return sum(FLOAT * columns**2 for _, columns in block.quantized)
+
+
+def _embedding(source: FloatModel) -> int:
+    """The stored table, and the same in fp32."""
+    name = f"{embedding_name(source.config)}.weight"
+    return math.prod(source.shape(name)) * (source.dtype(name).itemsize + FLOAT)
 
 
 def _widths(blocks: Sequence[BlockShape]) -> list[int]:

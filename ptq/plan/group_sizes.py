@@ -3,7 +3,7 @@
 `group_size: auto` becomes the largest groups that divide a layer's inputs, or one scale for each
 output channel (`WeightSpec.fitted`). The recipe that comes of it names them all: its schemes are
 those of most of their weights, and further entries of `layers` hold the others. That recipe is what
-is checked, solved, written and repeated; what its sizes cost is told once, in the plan.
+is checked, solved, written and repeated; the plan says once what its sizes cost.
 
 fp8 blocks have one size, and are cut where a weight ends.
 """
@@ -34,12 +34,12 @@ class SettledGroups:
     Attributes:
         recipe: The recipe.
         modules: The layers, with the schemes that it gives them.
-        told: Where layers have other groups than the largest, why, and what that costs.
+        notes: Where layers have other groups than the largest, why, and what that costs.
     """
 
     recipe: Recipe
     modules: tuple[ModulePlan, ...]
-    told: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def settle_groups(
@@ -58,9 +58,9 @@ def settle_groups(
             owner = recipe.entry_of(module.name)
             fitted = _scheme_of(recipe, owner).fitted(module.shape[1])
             members.setdefault((owner, fitted), []).append(module)
-    told = (*_sizes(recipe, members, dtype), *_edges(members))
+    notes = (*_sizes(recipe, members, dtype), *_edges(members))
     if not any(_is_open(_scheme_of(recipe, owner)) for owner in _owners(recipe)):
-        return SettledGroups(recipe, modules, told)
+        return SettledGroups(recipe, modules, notes)
     settled = _with_layers(recipe, members)
     fates = (
         module.model_copy(update={"reason": settled.scheme_of(module.name).text})
@@ -68,7 +68,7 @@ def settle_groups(
         else module
         for module in modules
     )
-    return SettledGroups(settled, tuple(fates), told)
+    return SettledGroups(settled, tuple(fates), notes)
 
 
 def _owners(recipe: Recipe) -> Sequence[Owner]:

@@ -1,6 +1,6 @@
 """Layers whose planned fates do not go together, or that no kernel could run as planned.
 
-What is wrong with many layers in the same way is told once, with their number and the first names.
+A fault that many layers share is reported once, with their number and the first names.
 
 The same of the cache: how a recipe quantizes it, and what the model has.
 """

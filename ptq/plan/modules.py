@@ -28,6 +28,7 @@ from formats.modeling.layers import (
     cached_of_blocks,
     common_inputs,
     head_name,
+    is_narrow,
     merged_layers,
     quantizable_of,
     query_elements,
@@ -125,6 +126,8 @@ def _kept_reasons(recipe: Recipe, config: Mapping[str, Any]) -> Callable[[str], 
             return f"scheme {recipe.scheme.wac} quantizes the cache only"
         if is_router(name):
             return "router: it decides how much each expert counts"
+        if is_narrow(config, name):
+            return "it weighs what others compute, with few weights of its own"
         if not (declared or is_quantizable(name) or name == head):
             return "its code computes otherwise than a linear layer does, or never calls it"
         ignored = next((entry for entry in recipe.ignore if is_ignored(name, [entry])), None)

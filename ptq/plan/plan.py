@@ -181,7 +181,7 @@ def build_plan(
         checkpoint: The model that the recipe names.
         where: Origins of the recipe's values, for messages.
         force: Whether an existing output may be replaced.
-        solves: Whether blocks will be solved here, and not only told of or measured.
+        solves: Whether blocks will be solved here, and not only listed or measured.
 
     Raises:
         RecipeError: tells all that was found: an unsupported, quantized or incomplete model, a
@@ -198,8 +198,8 @@ def build_plan(
     names, family = by_block(shapes), find_family(values)
     bare = next((block for block in blocks if block not in names), None)
     if bare is not None:
-        told = f"{bare} has no linear layer that is known here, so that nothing of it is quantized"
-        raise recipe_error([Problem(where(preflight.MODEL), preflight.MODEL, told)])
+        fault = f"{bare} has no linear layer that is known here, so that nothing of it is quantized"
+        raise recipe_error([Problem(where(preflight.MODEL), preflight.MODEL, fault)])
     floats = seen_as_floats(checkpoint)
     kept = kept_layers(floats)
     modules = tuple(plan_modules(recipe, values, blocks, shapes, names, kept))
@@ -210,7 +210,7 @@ def build_plan(
     tensors = list(preflight.check_tensors(floats, model))
     undeclared = list(preflight.check_declared(recipe, values))
     if undeclared:
-        raise recipe_error(Problem(where(key), key, told) for key, told in undeclared + tensors)
+        raise recipe_error(Problem(where(key), key, fault) for key, fault in undeclared + tensors)
     source = view_of(floats, recipe.methods)
     smoothed = CheckedGroups((), ())
     if family is not None:
@@ -246,7 +246,7 @@ def build_plan(
         left=smoothed.left,
         head=head_name(values) if head_name(values) in quantized else None,
         shared=shared_embedding(source, quantized),
-        groups=settled.told,
+        groups=settled.notes,
     )
 
 

@@ -171,8 +171,8 @@ def describe_data(recipe: Recipe, data: Mapping[str, TokenSet]) -> Iterator[str]
     """What a person should know of the data, a line each: what was taken, and what speaks against
     it; and which split has fewer samples than were asked for, which `fewer` allows.
     """
-    told = ((tokens.source, note) for tokens in data.values() for note in tokens.notes)
-    yield from (f"{source}: {note}" for source, note in dict.fromkeys(told))
+    notes = ((tokens.source, note) for tokens in data.values() for note in tokens.notes)
+    yield from (f"{source}: {note}" for source, note in dict.fromkeys(notes))
     yield from (f"careful: {tokens.warning}" for tokens in data.values() if tokens.warning)
     for split, tokens in data.items():
         wanted: SplitSpec = getattr(recipe.dataset, split)

@@ -44,6 +44,11 @@ class Schedule:
         ]
 
     @property
+    def runs(self) -> int:
+        """How often the samples run."""
+        return 1 + len(self.passes)
+
+    @property
     def samples(self) -> int:
         """Calibration sequences that run: only those that are compared, where that suffices."""
         wanted = self.recipe.dataset.calibration.samples

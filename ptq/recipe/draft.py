@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -35,10 +35,8 @@ from ptq.methods.registry import METHODS
 from ptq.recipe.problems import MISSING, Origin, Problem, Where, child, describe, recipe_error
 from ptq.recipe.strict_yaml import Key, parse
 
-if TYPE_CHECKING:
+with later():
     from formats.adapters import settings as adapters
-else:
-    adapters = later("formats.adapters.settings")
 
 M = TypeVar("M", bound=BaseModel)
 PATHS = (
@@ -159,13 +157,13 @@ class Draft:
         if not isinstance(path, str) or is_hub_id(path):
             return
         try:
-            adapters.read_settings(adapters.adapter_folder(path))
+            adapters.read_lora_settings(adapters.adapter_folder(path))
         except CheckpointError as error:
             self.problems.append(self.at(("model", "adapter"), str(error)))
 
     def _no_model(self, path: Path) -> str:
         if path.is_file():
-            return f"{path} is a file; give the folder that it lies in, or a .gguf file"
+            return f"{path} is a file; give the folder that it is in, or a .gguf file"
         written = Where(self.origins)(("model", "path")).line
         start = "in a recipe are relative to its own folder"
         start = start if written else "that are typed are relative to the current directory"
@@ -173,7 +171,7 @@ class Draft:
         return f"no such folder: {path}. Paths {start}{'; ' if near else ''}{near}"
 
     def laid_over(self, base: Draft) -> Draft:
-        """What this one says over what `base` says; where values came from is kept."""
+        """What this one says over what `base` says; the origin of each value is kept."""
         origins = dict(base.origins)
 
         def merge(key: Key, low: Any, high: Any) -> Any:
@@ -195,8 +193,8 @@ class Draft:
             RecipeError: with all problems noted so far and those found now.
         """
         result, problems = None, [*self.problems, *self.unusable]
-        told = {p.key for p in self.unusable}
-        told |= {p.key for p in self.problems if p.key and self._value(p.key) is None}
+        reported = {p.key for p in self.unusable}
+        reported |= {p.key for p in self.problems if p.key and self._value(p.key) is None}
         data = self.data | {"methods": tagged(self.data.setdefault("methods", []))}
         try:
             result = model.model_validate_json(json.dumps(data))
@@ -205,7 +203,7 @@ class Draft:
             problems += [
                 self.at(key, message)
                 for key, message in found
-                if not any(key[:n] in told for n in range(1, len(key) + 1))
+                if not any(key[:n] in reported for n in range(1, len(key) + 1))
             ]
         if problems or result is None:
             raise recipe_error(problems)
@@ -237,7 +235,7 @@ def _is_file(base: Path, name: str) -> bool:
 
 
 def _unsupported(model: Path) -> str | None:
-    """Why a folder's model is of no family that is run here; None where it is, or is not told."""
+    """Why a folder's model is of no family that is run here; None where it is, or unknown."""
     try:
         config = read_config(model)[0]
     except CheckpointError:

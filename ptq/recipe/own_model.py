@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from formats.errors import RecipeError, suggestion
 from formats.namespace import ROOT, later
 from formats.scheme import Scheme
 from ptq.recipe.strict_yaml import override_value, parse
 
-if TYPE_CHECKING:
+with later():
     from calibrate import sources
-else:
-    sources = later("calibrate.sources")
 
 
 # What users call a scheme, and the shipped recipe that does best by it without taking hours.
@@ -85,7 +83,7 @@ def settings_for(
         `key.key=value` each, the value in YAML.
 
     Raises:
-        RecipeError: it cannot be told which column of a table to read.
+        RecipeError: it is not clear which column of a table to read.
     """
     settings = {"model.path": str(model)} if model is not None else {}
     settings |= {"model.revision": revision} if revision is not None else {}

@@ -27,7 +27,7 @@ from ptq.recipe.peers import QUANTIZERS, PeerChoice
 HEAD = """# Every key of a recipe
 
 Written by `python -m ptq.recipe.reference > recipes/KEYS.md` from the models that read a recipe; a
-test holds this page to them. Which recipe to take is told in [README.md](README.md).
+test holds this page to them. Which recipe to take is answered in [README.md](README.md).
 """
 LIMITS = {  # of a number, in JSON schema's words and in ours
     "minimum": "from {:g}",
@@ -121,12 +121,12 @@ def _about(model: type[Strict]) -> str:
 
 def _table(model: type[Strict], links: Mapping[str, str]) -> str:
     """The keys of a model: a row each; empty where it has none but its name."""
-    told, rows = meanings(model), []
+    described, rows = meanings(model), []
     properties = model.model_json_schema().get("properties", {})
     for key, field in model.model_fields.items():
         if "const" not in properties[key]:  # the name of a method
             default = "needed" if field.is_required() else _default(field)
-            rows.append((f"`{key}`", _kind(properties[key], links), default, told[key]))
+            rows.append((f"`{key}`", _kind(properties[key], links), default, described[key]))
     return _markdown(("key", "type", "default", "meaning"), rows) if rows else ""
 
 

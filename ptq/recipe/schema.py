@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -60,12 +60,9 @@ from ptq.recipe.budget import BudgetSpec
 from ptq.recipe.method_list import method_fault
 from ptq.recipe.peers import PeerChoice
 
-if TYPE_CHECKING:
+with later():
     from formats.adapters import merge
     from formats.adapters import settings as adapters
-else:
-    adapters = later("formats.adapters.settings")
-    merge = later("formats.adapters.merge")
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -123,7 +120,7 @@ class ModelSpec(Strict):
         return base if self.adapter is None else merge.merged_folder(base, self.adapter)
 
     @property
-    def told(self) -> str:
+    def title(self) -> str:
         """For a reader: the path, or the name on the hub with what is known of the revision."""
         text = str(self.path) if self.revision is None else f"{self.path} ({self.revision})"
         return text if self.adapter is None else f"{text} with the adapter {self.adapter}"
@@ -317,12 +314,12 @@ class AttributionSpec(Strict):
     """How the report finds out where the loss comes from: the original is run with one kind of
     layer quantized at a time, and with one block at a time (in at most 12 groups of blocks).
 
-    YAML: ``attribution: {sequences: 4, tokens: 256}``
+    YAML: ``attribution: {sequences: 4, tokens: 128}``
     """
 
     sequences: Count = 4
     """Evaluation sequences that each of these runs scores."""
-    tokens: Annotated[int, Field(ge=2)] = 256
+    tokens: Annotated[int, Field(ge=2)] = 128
     """Most tokens of each, from its start: there are about twenty of these runs."""
 
 

@@ -128,7 +128,7 @@ def override_value(value: object) -> str:
     return json.dumps(value)
 
 
-HINTS = {  # what is behind messages of the parser
+HINTS = {  # what the parser's messages mean
     "'\\t'": "; indent with spaces, not with tabs",
     "mapping values": "; a key needs a space after its colon: look at the line before, too",
     "quoted scalar": "; the quote that opens here is not closed",

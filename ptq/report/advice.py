@@ -3,7 +3,7 @@
 Figures are those of the nearest model that was measured (`ptq.report.known`): another one may
 answer otherwise, so advice is something to try. To lose less, the fewest bits more are taken that
 lose clearly less; to save more, of those with fewer bits what loses least. Recipes that lose about
-the same are told apart by the time that they take.
+the same are distinguished by the time that they take.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def advise(data: ReportData, *, save: bool) -> Advice:
         own = _own(data, rows)
         found = find(data, [row for row in rows if row != own and _runs(data, row.recipe)], own)
         if found is not None:
-            reason = f"on {found.told} it lost {found.kl:.3g}"
+            reason = f"on {found.title} it lost {found.kl:.3g}"
             if own is not None:
                 reason += f", where this one lost {own.kl:.3g}"
             reason += _kept(own_bits(data), recipe_bits(found.recipe))

@@ -1,4 +1,4 @@
-"""What a report holds: the data behind its pages, and `report.json` itself.
+"""What a report holds: the data of its pages, and `report.json` itself.
 
 `Provenance` says what it was made of, when and with what: enough to make it again.
 """
@@ -21,6 +21,7 @@ from ptq.recipe.schema import Recipe, ThresholdsSpec
 from ptq.report.known import MARGIN, Known, least
 from ptq.report.measured.attribution import Attribution
 from ptq.report.measured.completions import Completion
+from ptq.report.measured.drafts import DraftPair
 from ptq.report.outliers import OutlierRow
 from ptq.result import CalibrationSummary, QuantizationRecord
 from ptq.search.record import BudgetRecord
@@ -109,7 +110,7 @@ class ReportData(Strict):
         evaluation: The tokens that accuracy was measured on.
         quantization: Record of the run: times, memory, calibration tokens, smoothing, errors of
             modules.
-        scale_table: Every scale with where it came from.
+        scale_table: Every scale with its origin.
         kv_scales: Scales of the cache, layer by layer.
         outliers: Channels of the inputs that calibration saw, as quantized: after smoothing.
         environment: Processor, threads and versions of the measurement.
@@ -118,6 +119,8 @@ class ReportData(Strict):
         peers: What other tools made of the same model.
         tasks: What both models make of standard tasks.
         completions: What both models make of the same prompts.
+        drafts: Tokens a step with drafts of the layer that predicts further tokens, on the starts
+            of the evaluation's sequences; None where there is no such layer, or none that runs.
         budget: What was chosen for a budget, and from what; None where the recipe has none.
         attribution: Where the loss comes from, or why that was not measured.
         also: Accuracy on text of another kind; None where there is none.
@@ -144,6 +147,7 @@ class ReportData(Strict):
     peers: tuple[PeerRow, ...] = ()
     tasks: tuple[TaskRow, ...] = ()
     completions: tuple[Completion, ...] = ()
+    drafts: DraftPair | None = None
     budget: BudgetRecord | None = None
     attribution: Attribution | str = "the recipe says `attribution: false`"
     known: Known | None = None
@@ -190,7 +194,7 @@ def failure(check: Check, known: Known | None = None) -> str:
     if known is not None:
         return (
             f"{LABELS[check.name]} {check.measured:.2g} is surely more than {MARGIN:g} x "
-            f"{known.kl:.3g}, which `{known.recipe}` lost on {known.told}"
+            f"{known.kl:.3g}, which `{known.recipe}` lost on {known.title}"
         )
     return (
         f"{LABELS[check.name]} {check.measured:.6g} is {side} the threshold {check.limit:g} "
@@ -227,7 +231,7 @@ def provenance_of(recipe: Recipe, checkpoint: Path) -> Provenance:
     machine = environment(report_devices(recipe)[0])
     return Provenance(
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        model=recipe.model.told,
+        model=recipe.model.title,
         checkpoint=str(checkpoint.absolute()),
         device=str(machine.get("gpu", machine["processor"])),
         threads=int(machine["threads"]),

@@ -42,6 +42,7 @@ class Inspection(Strict):
             where the checkpoint, of other software, has no such table.
         outliers: Outlier channels, those that stand out most first.
         sink_tokens: Tokens at the beginning of a sequence that are quantized apart.
+        predicting: Full names of the layers that predict further tokens.
     """
 
     model_type: str
@@ -53,6 +54,7 @@ class Inspection(Strict):
     scales: tuple[dict[str, Any], ...]
     outliers: tuple[OutlierRow, ...]
     sink_tokens: int = 0
+    predicting: tuple[str, ...] = ()
 
 
 def inspect(checkpoint: Checkpoint, pattern: str | None = None, channels: int = 3) -> Inspection:
@@ -87,6 +89,7 @@ def inspect(checkpoint: Checkpoint, pattern: str | None = None, channels: int = 
         layers=_other_layers(checkpoint),
         sizes=_sizes(checkpoint),
         sink_tokens=checkpoint.sinks.tokens,
+        predicting=checkpoint.predicting_layers,
         scales=tuple(row for row in scales if row["module"] in kept),
         outliers=tuple(by_ratio([row for row in outliers if row.module in kept])),
     )
@@ -167,6 +170,8 @@ def describe(found: Inspection, top: int) -> list[str]:
             f"  the first {found.sink_tokens} tokens of a sequence are sink tokens, quantized "
             "apart here; other runtimes scale them as all others"
         )
+    if found.predicting:
+        lines.append(f"  layers that predict further tokens: {', '.join(found.predicting)}")
     lines += [found.only_here] if found.only_here else []
     for text, names in found.layers.items():
         lines.append(f"  otherwise {len(names)} layers, such as {names[0]}: {text}")

@@ -82,7 +82,7 @@ class Known(Strict):
         return self.original_bits <= 4 and re.search("w4|fp4", self.scheme) is not None
 
     @property
-    def told(self) -> str:
+    def title(self) -> str:
         """The model, for a reader."""
         return f"{self.model} ({self.parameters / 1e6:,.0f} M parameters; {self.text})"
 

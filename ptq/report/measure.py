@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -44,22 +44,22 @@ from ptq.report.data import (
 from ptq.report.known import nearest
 from ptq.report.measured.attribution import Attribution, attribute, references
 from ptq.report.measured.completions import complete
+from ptq.report.measured.drafts import measure_drafts
 from ptq.report.measured.unrounded import UnroundedCheckpoint, is_the_original
 from ptq.report.outliers import activation_outliers
 from ptq.report.parts.peers import method_names
 from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch
 from ptq.search.search import Ordered
 
-if TYPE_CHECKING:
-    from ptq.evaluate import evaluation
-else:
-    evaluation = later("ptq.evaluate.evaluation")  # lm-eval, which only tasks need
+with later():
+    from ptq.evaluate import evaluation  # lm-eval, which only tasks need
 
+DRAFTED = 8  # sequences
 MOVED = 0.1  # of the whole loss; an unrounded model that differs more is not the original
 UNDECLARED = "what each part of a block is follows from a declaration of the model's family"
 NOT_THE_SAME = (
     "without any rounding, the checkpoint's model is {0.unrounded:.2g} nats away from the "
-    "original, where all of the loss is {0.whole:.2g}, so that no part of it can be told"
+    "original, where all of the loss is {0.whole:.2g}, so that no part of it can be measured"
 )
 
 
@@ -136,23 +136,23 @@ def _run_both(
     config = engine_config(evaluation, report.speed)
     with watch.phase("loading both models"):
         original, quantized = _both(result, plan, config, devices[0])
-    with watch.phase("comparison"):
-        loaded = {devices[0]: (original, quantized)}
+    loaded = {devices[0]: (original, quantized)}
 
+    def compared(tokens: TokenSet) -> Accuracy:
         def load(device: str) -> tuple[Engine, Engine]:
             return loaded.get(device) or _both(result, plan, config, device)
 
-        accuracy = known or compare_on(devices, load, sequences, progress=progress)
-        also = None
-        if evaluation.also is not None:
-            other = evaluation.also
-            found = compare_on(devices, load, other.sequences(), progress=progress)
-            also = AlsoMeasured(text=CalibrationSummary.of(other), accuracy=found)
+        return compare_on(devices, load, tokens.sequences(), progress=progress)
+
+    with watch.phase("comparison"):
+        accuracy, other = known or compared(evaluation), evaluation.also
+        also = other and AlsoMeasured(text=CalibrationSummary.of(other), accuracy=compared(other))
         loaded.clear()
     with watch.phase("speed"):
         speed = _measure_speed(original, quantized, report.speed)
     with watch.phase("completions"):
         completions = complete(original, quantized, spread(sequences, report.completions))
+        drafts = measure_drafts(original, quantized, spread(sequences, DRAFTED))
     tasks: tuple[TaskRow, ...] = ()
     if report.tasks:
         with watch.phase("tasks"):
@@ -162,16 +162,15 @@ def _run_both(
         with watch.phase("other tools"):
             calibration = load_tokens(plan.recipe.dataset, original.tokenizer, "calibration")
             peers = measure_peers(plan.recipe, original, calibration, evaluation, progress=progress)
-    named = plan.recipe.layers or plan.recipe.budget  # else methods chose, as their names tell
-    mixed = ", mixed" if named and quantized.checkpoint.own_schemes else ""
     measured: dict[str, Any] = {
         "accuracy": accuracy,
         "also": also,
         "speed": speed,
         "completions": completions,
+        "drafts": drafts,
         "tasks": tasks,
         "peers": peers,
-        "scheme": f"{quantized.checkpoint.scheme.wac}{mixed}",
+        "scheme": _scheme(plan, quantized.checkpoint),
         "sizes": _sizes(original, quantized),
         "kv_scales": _kv_scales(quantized.checkpoint),
     }
@@ -186,6 +185,12 @@ def _run_both(
                 plan, unrounded, quantized, chosen, expected, progress=progress
             )
     return measured
+
+
+def _scheme(plan: Plan, checkpoint: Checkpoint) -> str:
+    """The report's name of it; mixed where the recipe, not a method, gave layers theirs."""
+    named = plan.recipe.layers or plan.recipe.budget
+    return f"{checkpoint.scheme.wac}{', mixed' if named and checkpoint.own_schemes else ''}"
 
 
 def _both(
@@ -205,7 +210,7 @@ def _attribution(
     *,
     progress: bool,
 ) -> Attribution | str:
-    """Where the loss comes from, or why that cannot be told.
+    """Where the loss comes from, or why that is not known.
 
     Args:
         plan: What the run followed.

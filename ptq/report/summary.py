@@ -27,6 +27,9 @@ def summary_rows(data: ReportData) -> list[Cells]:
         ("top-1 agreement", "", percent(a.top1_agreement), ""),
         ("top-5 agreement", "", percent(a.top5_agreement), ""),
     ]
+    if data.drafts is not None:
+        o, q = data.drafts.original, data.drafts.quantized
+        rows.append(_ratio_row("tokens a step, mtp drafts", o, q, lambda x: f"{x:.2f}"))
     if data.speed is not None:
         o, q = data.speed.original, data.speed.quantized
         for phase, key in (("prefill", "prefill_tokens_s"), ("decode", "decode_tokens_s")):

@@ -1,4 +1,4 @@
-"""The verdict in words: whether the limits hold, by how much, and whether that can be told.
+"""The verdict in words: whether the limits hold, by how much, and whether that is certain.
 
 Limits are the recipe's thresholds. Where it has none, the limit is what its scheme by its methods
 is known to have lost on the nearest model, with a margin (`ptq.report.known`).
@@ -96,7 +96,7 @@ def _margin(check: Check, ends: Interval | None, known: Known | None) -> str:
     if known is not None:
         return (
             f"{LABELS[check.name]} {shown[0]}{interval}; `{known.recipe}` lost {known.kl:.3g} on "
-            f"{known.told}, and up to {MARGIN:g} times that is as expected"
+            f"{known.title}, and up to {MARGIN:g} times that is as expected"
         )
     text = (
         f"{LABELS[check.name]} {shown[0]}{interval} {'keeps' if check.holds else 'misses'} the "
@@ -146,7 +146,7 @@ def _other_kind(also: AlsoMeasured, data: ReportData) -> Iterator[str]:
 def _wanted(check: Check, ends: Interval | None, sequences: int) -> int:
     """Sequences whose interval would end at the threshold: widths go with 1 / sqrt(sequences).
 
-    0 where that cannot be told, or is beyond reason.
+    0 where that is not known, or is beyond reason.
     """
     distance = abs(check.measured - check.limit)
     if ends is None or distance == 0 or not math.isfinite(distance + _half(ends)):

@@ -11,7 +11,7 @@
 Where no such groups divide a layer's inputs, int4 has one scale for each output channel.
 
 Each has a kernel of its own there (`kernels.triton.linear.dispatch`; vLLM's Marlin and CUTLASS
-kernels behind compressed-tensors), so that layers of several schemes stand side by side at full
+kernels of compressed-tensors), so that layers of several schemes stand side by side at full
 speed. What a kernel would compute as floats is no candidate.
 
 Layers that are multiplied as one are a group, and share a scheme.

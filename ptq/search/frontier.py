@@ -58,7 +58,7 @@ class Frontier:
     Attributes:
         nbytes: Of each point, rising: int64 [points].
         kl: Of each point, falling: fp64 [points].
-        steps: How the points came about.
+        steps: How the points were found.
     """
 
     nbytes: NDArray[np.int64]

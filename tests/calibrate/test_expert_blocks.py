@@ -87,7 +87,7 @@ def test_unobserved_experts_compute_chosen_tokens_only(make_model):
     block.run(0, on_input=lambda name, x: None)
     assert rows == [len(ids)] * 4
     rows.clear()
-    block.forward(block.inputs[0])
+    block.forward(block.inputs[0], 0)
     assert sum(rows) == 2 * len(ids)
 
 

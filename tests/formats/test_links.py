@@ -57,7 +57,7 @@ def test_a_link_out_of_the_cache_is_refused(snapshot, tmp_path, name, ours):
         shutil.copy(file, target)
         file.unlink()
         file.symlink_to(target)
-        with pytest.raises(CheckpointError, match="lies outside of this folder"):
+        with pytest.raises(CheckpointError, match="is outside of this folder"):
             Checkpoint.open(snapshot)
 
 

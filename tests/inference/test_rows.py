@@ -208,5 +208,5 @@ def test_a_target_too_long_to_be_scored_leaves_the_output(model, engine, tmp_pat
     assert run(model, path, tmp_path / "out.jsonl") == 1
     (row,) = answers(tmp_path / "out.jsonl")
     assert row["output"] == greedy(engine, "x = 1")
-    assert row["error"].startswith("tgt: it cannot be scored behind its prompt (prompt: ")
+    assert row["error"].startswith("tgt: it cannot be scored after its prompt (prompt: ")
     assert (row["exact_match"], row["logprob"]) == (False, None)

@@ -1,10 +1,11 @@
 """DeepSeek-V3, R1 (arXiv 2412.19437): V2 with experts scored by sigmoids and corrected scores.
 
-The layer for predicting further tokens, which its files have after the last block, is read where
-it drafts (`inference.speculate.methods.mtp`); it is not quantized.
+The layer that predicts further tokens, which its files have after the last block, stays in float
+and drafts (`inference.speculate.methods.mtp`).
 """
 
 from formats.families.family import ExpertGroups, Family, GatedMLP, LatentAttention, Mixture
+from formats.families.predicting import Predicting
 
 FAMILY = Family(
     model_types=("deepseek_v3",),
@@ -20,5 +21,5 @@ FAMILY = Family(
         groups=ExpertGroups(best=2),
         factor="routed_scaling_factor",
     ),
-    predicting="num_nextn_predict_layers",
+    predicting=Predicting(),
 )

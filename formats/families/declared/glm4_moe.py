@@ -1,10 +1,11 @@
 """GLM-4.5, 4.6, 4.7 (Zeng et al. 2025, arXiv 2508.06471): experts chosen as in DeepSeek-V3.
 
 Half of each head turns, q and k may have norms of their own, the first blocks are dense, and one
-expert sees every token. Layers that predict further tokens lie after the blocks; they are not run.
+expert sees every token. The layer that predicts further tokens is that of DeepSeek-V3.
 """
 
 from formats.families.family import Attention, ExpertGroups, Family, GatedMLP, Mixture
+from formats.families.predicting import Predicting
 
 FAMILY = Family(
     model_types=("glm4_moe",),
@@ -21,5 +22,5 @@ FAMILY = Family(
         factor="routed_scaling_factor",
     ),
     partial_rotary=0.5,
-    predicting="num_nextn_predict_layers",
+    predicting=Predicting(),
 )

@@ -1,14 +1,14 @@
 """Drafts of a model's own layer for multi-token prediction (MTP).
 
 DeepSeek-V3 (arXiv 2412.19437, section 2.2) and models that took it over have a decoder block after
-their last one, number `num_hidden_layers`, and around it
+their last one, and around it (`formats.families.predicting` has the names, MiMo's order and h)
 
-    x_t = eh_proj [enorm(e_{t+1}), hnorm(h_t)]       h: the model's output after its last norm
-    y_t = block(x_t)                                 over all the positions up to t
-    logits of token t + 2 = shared_head.head(shared_head.norm(y_t))
+    x_t = joined [embedded_norm(e_{t+1}), hidden_norm(h_t)]   h: the model's output after its norm
+    y_t = block(x_t)                                          over all the positions up to t
+    logits of token t + 2 = head(norm(y_t))
 
 Where h_t is not there yet, y_{t-1} stands for it. Where a file lacks the embedding or the head,
-they are the model's.
+they are the model's. A checkpoint that was quantized here has the layer as it was.
 """
 
 from __future__ import annotations
@@ -17,28 +17,25 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError, EngineError
+from formats.families.predicting import Predicting
 from formats.namespace import later
 from inference.proposers import DraftMethod
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from formats import residual_rotation
-    from formats.checkpoint import read
     from formats.checkpoint.read import Checkpoint
-    from inference.models import parts as loading
     from inference.models.decoder import Decoder
-    from inference.speculate import head as heads
     from inference.speculate.chain import NetworkBackend, Target
     from inference.speculate.head import HeadProposer
     from kernels.attention_inputs import KVPool
-else:
-    torch = later("torch")
-    residual_rotation = later("formats.residual_rotation")
-    read = later("formats.checkpoint.read")
-    loading = later("inference.models.parts")
-    heads = later("inference.speculate.head")
+with later():
+    import torch
+
+    from formats import residual_rotation
+    from formats.checkpoint import read
+    from inference.models import parts as loading
+    from inference.speculate import head as heads
 
 
 class PredictingLayer:
@@ -66,31 +63,34 @@ class PredictingLayer:
         longest: int,
     ) -> None:
         self.shape, self.taps = target.config, (target.config.layers,)
-        self._target, self._backend, name = target, backend, layer_name(target)
+        self._target, self._backend, self._names = target, backend, _names(target)
+        name, own = layer_name(target), self._names
         parts = loading.PartLoader(checkpoint, self.shape, backend)
         turn = self.shape.rotary[-1].table(longest, self.shape.head_dim, backend.device)
         self._layer = parts.layer(name, *turn)
-        self._joined = parts.linear(f"{name}.eh_proj")
-        norms = ("enorm", "hnorm", "shared_head.norm")
+        self._joined = parts.linear(f"{name}.{own.joined}")
+        norms = (own.embedded_norm, own.hidden_norm, own.norm)
         self._embedded_norm, self._hidden_norm, self._norm = (
             parts.vector(f"{name}.{norm}") for norm in norms
         )
-        head, table = f"{name}.shared_head.head", f"{name}.embed_tokens.weight"
-        own = f"{head}.weight" in checkpoint or head in checkpoint.quantized_modules
-        self._head = parts.linear(head) if own else target.head
-        own = parts.finite(table) if table in checkpoint else None
-        self._embedding = None if own is None else own.to(backend.device, backend.dtype)
+        head, table = f"{name}.{own.head}", f"{name}.{own.embedding}.weight"
+        self._head = parts.linear(head) if _holds(checkpoint, head) else target.head
+        embedding = parts.finite(table) if table in checkpoint else None
+        self._embedding = None if embedding is None else embedding.to(backend.device, backend.dtype)
 
     def features(self, hidden: Tensor) -> Tensor:
-        """[T, 1, H] to [T, H]: the model's output after its last norm."""
-        return self._backend.rms_norm(hidden[:, 0].contiguous(), self._target.norm, self.shape.eps)
+        """[T, 1, H] to [T, H]: the model's output, after its last norm where the layer reads so."""
+        last = hidden[:, 0].contiguous()
+        if not self._names.reads_normed:
+            return last
+        return self._backend.rms_norm(last, self._target.norm, self.shape.eps)
 
     def run(self, batch: Any, features: Tensor, pool: KVPool) -> Tensor:
         """y [T, H]; K and V of the tokens go into the cache."""
         ids, table, norm, eps = batch.ids, self._embedding, self._backend.rms_norm, self.shape.eps
         embedded = self._target.embed(ids) if table is None else table[ids]
-        embedded = norm(embedded, self._embedded_norm, eps)
-        x = self._joined(torch.cat([embedded, norm(features, self._hidden_norm, eps)], dim=-1))
+        halves = [norm(embedded, self._embedded_norm, eps), norm(features, self._hidden_norm, eps)]
+        x = self._joined(torch.cat(halves[:: -1 if self._names.hidden_first else 1], dim=-1))
         before = self._layer.before_attention
         read = x if before is None else norm(x, before, eps)
         window = self.shape.windows[-1]
@@ -102,8 +102,18 @@ class PredictingLayer:
 
 
 def layer_name(target: Decoder[Any, Any]) -> str:
-    """The full name of the layer after a model's last block."""
-    return f"model.layers.{target.config.layers}"
+    """The full name of the first layer that predicts further tokens."""
+    return _names(target).layer(target.config.layers)
+
+
+def _names(target: Decoder[Any, Any]) -> Predicting:
+    """Where the layer is; of families that have none, where it would be."""
+    return target.config.family.predicting or Predicting()
+
+
+def _holds(checkpoint: Checkpoint, module: str) -> bool:
+    """Whether a linear layer is there, quantized or not."""
+    return f"{module}.weight" in checkpoint or module in checkpoint.quantized_modules
 
 
 def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
@@ -116,31 +126,31 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
 
     Raises:
         CheckpointError: the layer is damaged.
-        EngineError: there is none, it is another model's, the model is rotated and the layer is
-            not, transformers' code runs the model, or memory is too small.
+        EngineError: there is none, it is another model's, the model is rotated, transformers' code
+            runs it, or memory is too small.
     """
     model, backend = heads.declared(target)
-    checkpoint = read.Checkpoint.open(name or target.checkpoint.path, predicting=True)
-    layer = layer_name(model)
-    if model.config.family.predicting is None or f"{layer}.eh_proj.weight" not in checkpoint:
+    checkpoint = read.Checkpoint.open(name) if name else target.checkpoint
+    layer, predicts = layer_name(model), model.config.family.predicting is not None
+    joined, seeds = f"{layer}.{_names(model).joined}", residual_rotation.rotation_seeds
+    rotated = [own.path for own in (target.checkpoint, checkpoint) if seeds(own.config)]
+    if predicts and rotated:
         raise EngineError(
-            f"speculate: {checkpoint.path} has no layer that predicts further tokens ({layer}"
-            ".eh_proj). Models of DeepSeek-V3's and GLM-4.5's build are published with one; of a "
-            "quantized checkpoint without it, give mtp=PATH with the folder of the original, or "
+            f"speculate: the residual stream of {rotated[0]} is rotated, and the layer for further "
+            "tokens knows it as it was. Take ngram, suffix, draft=PATH or eagle=PATH, or a recipe "
+            "without the method rotation, or with its residual: false"
+        )
+    if not predicts or not _holds(checkpoint, joined):
+        raise EngineError(
+            f"speculate: {checkpoint.path} has no layer that predicts further tokens ({joined}). "
+            "Models of DeepSeek-V3's, GLM-4.5's and MiMo's build are published with one; of a "
+            "quantized checkpoint that lost it, give mtp=PATH with the folder of the original, or "
             "take ngram, suffix, draft=PATH or eagle=PATH"
         )
-    seeds_of = residual_rotation.rotation_seeds
-    if seeds_of(target.checkpoint.config) != seeds_of(checkpoint.config):
-        raise EngineError(
-            f"speculate: the residual stream of {target.checkpoint.path} is rotated, and the layer "
-            f"for further tokens in {checkpoint.path} knows it as it was. Take ngram, suffix, "
-            "draft=PATH or eagle=PATH, or a recipe without the method rotation, or with its "
-            "residual: false"
-        )
-    found, hidden = checkpoint.weight_shape(f"{layer}.eh_proj"), model.config.hidden_size
+    found, hidden = checkpoint.weight_shape(joined), model.config.hidden_size
     if found != (hidden, 2 * hidden):
         raise CheckpointError(
-            f"{checkpoint.path}: {layer}.eh_proj.weight is {list(found)}, and the model needs "
+            f"{checkpoint.path}: {joined}.weight is {list(found)}, and the model needs "
             f"[{hidden}, {2 * hidden}]. It is another model's, or damaged"
         )
     own = [n for n in checkpoint.names() if n.startswith(f"{layer}.")]

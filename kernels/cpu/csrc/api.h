@@ -24,7 +24,7 @@ enum ScaleType : int32_t { kNoScale = 0, kScaleF32 = 1, kScaleBF16 = 2 };
 //                                    input 4 + j in its high one, as q + 8 (0 to 15)
 //     scale [panel] fp32 or bf16     (bf16 only where that loses nothing)
 //     zero point [panel] int8        only if has_zero; q's zero, so that x' = (q - zero) scale
-// and starts at a multiple of 64 bytes. Layouts of the float formats are told in gemm_float.h.
+// and starts at a multiple of 64 bytes. Layouts of the float formats are described in gemm_float.h.
 // Weights are packed for the instruction set that packs them and stay in memory only.
 struct Packed {
   uint64_t magic;  // kMagic
@@ -76,7 +76,7 @@ struct Team {
     if (id == 0) __atomic_store_n(&shared->ticket, 0L, __ATOMIC_RELAXED);
     barrier();
   }
-  // A pointer of the first thread's, told to all; nobody uses the last one's data any more.
+  // A pointer of the first thread's, given to all; nobody uses the last one's data any more.
   template <class T>
   T* of_first(T* own) const {
     barrier();

@@ -61,7 +61,7 @@ struct Step {
   char* workspace;  // of decoder_workspace() bytes, aligned to 64
   int32_t* problem;
   float* partials;  // decoder_partials() of them
-  const int64_t* taps;  // [tapped]: blocks whose input is told; `layers` for the last one's output
+  const int64_t* taps;  // [tapped]: blocks whose input is returned; `layers` for the last one's output
   float* hidden;        // [tokens, tapped, hidden]
   int64_t tapped;
   const int64_t* adapters;  // [tokens]: slot of each token's adapter, negative for none; or null

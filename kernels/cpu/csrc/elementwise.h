@@ -1,5 +1,5 @@
 // Row-wise ops: quantization, norm, activation, rotary embedding. What is left of a row after whole
-// vectors goes through the same vector code, so that a value does not depend on where it lies.
+// vectors goes through the same vector code, so that a value does not depend on where it is.
 
 constexpr int64_t kColumns = 1024;  // of a row that one thread takes at a time; whole vectors
 constexpr float kTinyScale = 0x1p-60f;

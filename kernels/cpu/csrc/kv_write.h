@@ -1,7 +1,7 @@
 // Writing to the paged cache: keys and values of new tokens, quantized head by head.
 
 //
-// int4 lies two in a byte: byte i of a head has channels i (low) and i + dim / 2 (high), as q + 8.
+// int4 is packed two in a byte: byte i of a head has channels i (low) and i + dim / 2 (high), as q + 8.
 
 constexpr int64_t kBlock = 64;  // tokens of a block of the cache
 

@@ -48,7 +48,7 @@ const Kernels* best() {
 
 const Kernels* chosen = best();
 
-// Runs `body` on a team; kernels are told who they are. The sanitizer of threads does not see when
+// Runs `body` on a team; each learns which thread it is. The sanitizer of threads does not see when
 // OpenMP's begin and end.
 template <class Body>
 void together(int threads, const Body& body) {

@@ -1,4 +1,4 @@
-// Packing: from the checkpoint's row-major weights to panels. The layout is told in api.h.
+// Packing: from the checkpoint's row-major weights to panels. api.h describes the layout.
 
 #if defined(PTQ_ISA_AVX512)
 constexpr int kPanel = 64;

@@ -18,7 +18,7 @@ static inline float scale_at(const Packed& w, const uint8_t* scales, int64_t lan
   return value;
 }
 
-// Value i of the lane at p, in units of its scale; the layouts are told in api.h and gemm_float.h.
+// Value i of the lane at p, in units of its scale; api.h and gemm_float.h describe the layouts.
 static inline float value_at(int32_t format, const uint8_t* p, int64_t i, float zero) {
   if (format == kI8) return (float)(int8_t)p[i] - zero;
   if (format == kI4) return (float)((i < 4 ? p[i] & 15 : p[i - 4] >> 4) - 8) - zero;

@@ -3,7 +3,7 @@
 The first programs take a few tokens of a few heads of q or k: they norm them where weights are
 given (RMSNorm of every head, as Qwen3 does), rotate them (Su et al. 2021, in the two-halves layout
 of Llama checkpoints), turn them where the cache says so (`kernels.triton.attention.turn`), and
-store q's rows, or quantize k, less its mean where that is told, and store rows of
+store q's rows, or quantize k, less its mean where that is given, and store rows of
 [pages, Hkv, 64, D], of int4 two channels a byte. Nothing is rounded in between. The other programs
 quantize v and store columns of [pages, Hkv, D, 64], the layout that attention reads
 (`kernels.triton.attention.paged_cache`).

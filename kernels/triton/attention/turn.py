@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def turned(a, b, DIM: tl.constexpr, N: tl.constexpr):
-    """Both halves [tokens, heads, HALF] of heads of DIM channels, runs of N turned; 0 stays behind.
+    """Both halves [tokens, heads, HALF] of heads of DIM channels, runs of N turned; 0: none.
 
     N is a power of two from 2 on, DIM a multiple of it; HALF is DIM / 2, up to a power of two.
     """

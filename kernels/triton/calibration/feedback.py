@@ -1,6 +1,6 @@
 """Rounding with feedback on a GPU: tiles on one anti-diagonal side by side.
 
-What is computed is told in `kernels.feedback`, whose plain twin these kernels are tested against.
+`kernels.feedback` says what is computed; its plain twin is what these kernels are tested against.
 With both factors upper triangular, a tile (I rows, J columns) waits for those with no more of
 either. So the tiles with I + J = d go together, in two launches: `_update` takes off what the tiles
 before have done, two sums of products,

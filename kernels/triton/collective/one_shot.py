@@ -129,7 +129,7 @@ def one_shot_kernel(
         x: This rank's parts, as int32.
         words: Of every rank the words that its peers write: int64 [2, ranks, MOST, slot].
         epochs: int32 [MOST], exchanges of each row up to now.
-        fault: int32, where a rank that did not come is told.
+        fault: int32, where a rank that did not arrive is reported.
         patience: Microseconds that are waited for one.
         w_scale: fp32 [SIZE] where parts are of integers, else None.
     """

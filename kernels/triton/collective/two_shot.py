@@ -8,7 +8,7 @@ The last program waits for the rows of the others. All of it goes by flags
 
 No buffer is overwritten before it has been read. A part is sent when this rank has the result of
 the exchange of the row before, for which its owner has read the part before. A result is written
-into a rank's memory when that rank's part has come: what came ahead of this kernel on that rank's
+into a rank's memory when that rank's part has arrived: what ran ahead of this kernel on that rank's
 stream has ended, and with it whatever read the place. There is no deadlock, since devices start
 programs in the order of their numbers: all parts of the first row that is not done are on their
 way.

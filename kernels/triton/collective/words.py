@@ -35,7 +35,7 @@ mad.wide.u32 at, $2, 16, $1;
 st.volatile.global.v4.b32 [at], {$3, $5, $4, $5};
 mov.b32 $0, 0; }""")
 
-# What lies in the place of a piece, and whether it is that of the exchange.
+# What is in the place of a piece, and whether it is that of the exchange.
 _PEEK = tl.constexpr("""{ .reg .pred good; .reg .b32 a, b; .reg .b64 at;
 mad.wide.u32 at, $4, 16, $3;
 ld.volatile.global.v4.b32 {$0, a, $1, b}, [at];
@@ -43,7 +43,7 @@ setp.eq.b32 good, a, $5;
 setp.eq.and.b32 good, b, $5, good;
 selp.b32 $2, 1, 0, good; }""")
 
-# After a look that did not find it: give up after so long, sooner once a fault is told.
+# After a look that did not find it: give up after so long, sooner once a fault is reported.
 _PATIENCE = """mov.u64 now, %globaltimer;
 sub.u64 now, now, start;
 setp.lt.u64 more, now, 1048576;
@@ -134,7 +134,7 @@ def push(place, words, j, grains, epoch):
 
 @triton.jit
 def peek(place, j, grains, epoch, WORDS: tl.constexpr):
-    """What lies there now; the loads of several ranks are on their way at once."""
+    """What is there now; the loads of several ranks are on their way at once."""
     found = ()
     if ASM:
         for k in tl.static_range(WORDS // 2):

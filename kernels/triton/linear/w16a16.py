@@ -38,7 +38,7 @@ from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
 from kernels.triton.linear.weight import GpuWeight, check_inputs
 from kernels.triton.tuning import Tile
 
-MANY_OUTPUTS = 16384  # of as many, cuBLAS is behind up to 64 rows; of fewer up to 16
+MANY_OUTPUTS = 16384  # of as many, cuBLAS is slower up to 64 rows; of fewer up to 16
 FLOATS = (torch.float16, torch.bfloat16)
 
 

@@ -83,7 +83,7 @@ def edit(
     line, row, part, V, ids, values, masks, lists, starts, ends, mask_rows,
     LISTED: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Edit a chunk of a row; NaN and infinity stay, and are told by whoever looks at it."""
+    """Edit a chunk of a row; NaN and infinity stay, and are found by whoever reads it."""
     start, end = tl.load(starts + row), tl.load(ends + row)
     if end > start:
         j = tl.arange(0, LISTED)

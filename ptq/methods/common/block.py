@@ -14,28 +14,24 @@ from formats.scheme import LayerScheme, Scheme, WeightSpec
 from ptq.methods.common.events import Event, SmoothingRow
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    import kernels.numerics as numerics
-    from calibrate import observers
     from calibrate.block import DecoderBlock
     from calibrate.gradients import BlockGradients, FisherFactors
     from calibrate.spec import ObserverSpec
     from calibrate.statistics import Key, Statistics
     from calibrate.tensor_statistics import TensorStatistics
-    from formats.stored import weights as storage
     from formats.stored.weights import StoredWeight
-    from ptq.methods.common import fisher
     from ptq.methods.common.fisher import WeightedMoments
     from ptq.methods.common.moments import Moments
-else:
-    fisher = later("ptq.methods.common.fisher")
-    nn = later("torch.nn")
-    numerics = later("kernels.numerics")
-    observers = later("calibrate.observers")
-    storage = later("formats.stored.weights")
-    torch = later("torch")
+with later():
+    import torch
+    from torch import nn
+
+    import kernels.numerics as numerics
+    from calibrate import observers
+    from formats.stored import weights as storage
+    from ptq.methods.common import fisher
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ class BlockWork:
         clips: Factors of the ranges of static inputs, by layer, where a method chose them.
         divisors: What methods have divided those inputs, K and V by since then.
         rescaled: What they have divided those, and outputs of linear layers, by since the block
-            came.
+            was loaded.
         folded: Float tensors that a method changed, by full name, in the checkpoint's type.
         quantized: The solved layers, by full name.
         events: What a person should know.

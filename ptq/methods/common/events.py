@@ -15,7 +15,8 @@ class Event(Strict):
     with round-to-nearest alone), `clipping` (an observer cut off many values), `damping_raised` (a
     Hessian needed more damping than asked for), `expert_starved` (a router hardly ever chose an
     expert for the calibration tokens), `outlier_token` (tokens after the sink tokens have inputs
-    far larger than others'), `scaled_by_token` (a static input that is scaled by token instead).
+    far larger than others'), `scaled_by_token` (a static input that is scaled by token instead),
+    `left_out` (a layer that predicts further tokens, which the checkpoint does not have).
     """
 
     module: str
@@ -28,6 +29,7 @@ class Event(Strict):
         "expert_starved",
         "outlier_token",
         "scaled_by_token",
+        "left_out",
     ]
     message: str
 
@@ -71,7 +73,7 @@ class SmoothingRow(Strict):
 
     @property
     def fallback(self) -> Event | None:
-        """What is told of a group that no strength was better for than to leave it alone."""
+        """The event of a group that no strength was better for than to leave it alone."""
         if self.alpha is not None:
             return None
         tried = ", ".join(f"{row.alpha:g}" for row in self.candidates if row.alpha is not None)

@@ -114,8 +114,8 @@ class Divisors:
 
     Attributes:
         since_samples: Inputs, since the samples last ran.
-        inputs: Since the block came.
-        outputs: Since the block came.
+        inputs: Since the block was loaded.
+        outputs: Since the block was loaded.
     """
 
     since_samples: Tensor | None = None

@@ -18,13 +18,12 @@ from formats.modeling.own_classes import make_known
 from formats.namespace import later
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from transformers import PretrainedConfig
 
     from formats.checkpoint.read import Checkpoint
-else:
-    torch = later("torch")
+with later():
+    import torch
 
 
 class FloatModelView:
@@ -57,6 +56,11 @@ class FloatModelView:
         if isinstance(self.source, FloatModelView):
             yield from self.source.describe()
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Full names of the layers that predict further tokens, where the view lacks them."""
+        return self.source.left_out if isinstance(self.source, FloatModelView) else ()
+
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, sorted."""
         return self.source.names()
@@ -77,6 +81,7 @@ class FloatModelView:
         return self.source.tensor(name)
 
 
+LEFT_OUT = "it predicts further tokens from the residual stream as it was before it was rotated"
 FloatModel: TypeAlias = Union["Checkpoint", FloatModelView]
 
 

@@ -1,6 +1,6 @@
 """What an algorithm that works on blocks is.
 
-It is pure maths on tensors behind four calls, made block by block:
+It is pure maths on tensors in four calls, made block by block:
 
     prepare(work) -> observe(name, x, i) for every sample -> solve(work) -> commit(work)
 
@@ -45,7 +45,7 @@ class Method(ABC):
             before it solves the first block.
         folds: Whether `commit` changes the block's float weights, so that methods after it must see
             the samples run again.
-        rescales: Whether it folds by factors alone, all of them told to `BlockWork.divide`: then
+        rescales: Whether it folds by factors alone, all of them given to `BlockWork.divide`: then
             maxima and moments after it follow from those before.
         clips: Whether it chooses ranges, whose cut values are to be counted.
         quantized_path: Whether it needs the samples as the quantized blocks before hand them over.
@@ -155,13 +155,13 @@ class Part:
     """Some of a block's layers, or some of its smoothing groups.
 
     Attributes:
-        told: What a person calls it.
+        title: What a person calls it.
         cost: How long it takes, in any unit.
         targets: Full names of the layers; None for all.
         groups: The groups; None for all.
     """
 
-    told: str
+    title: str
     cost: float
     targets: tuple[str, ...] | None = None
     groups: tuple[SmoothingGroup, ...] | None = None
@@ -191,7 +191,7 @@ def layer_parts(work: BlockWork, most: int) -> list[Part]:
         for start in range(0, len(each), size):
             names = [name for module in each[start : start + size] for name in module]
             cost = sum(_cost(work, name) for name in names)
-            parts.append(Part(_told(names), cost, targets=tuple(names)))
+            parts.append(Part(_title(names), cost, targets=tuple(names)))
     return parts
 
 
@@ -206,6 +206,6 @@ def _cost(work: BlockWork, name: str) -> float:
     return float(columns) * columns * (rows + columns / 3)
 
 
-def _told(names: Sequence[str]) -> str:
+def _title(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"

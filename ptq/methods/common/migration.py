@@ -11,7 +11,7 @@ v -> o holds as attention mixes tokens, not channels; a KV channel is shared by 
 its group. up -> down holds as down reads act(gate) * up, which is linear in up: this is where the
 massive activations of SwiGLU sit.
 
-Which factors are best is told by the squared error of the hidden states after attention or after
+The best factors are those of the least squared error of the hidden states after attention or after
 the block, whichever the group is in, with the inputs and weights of the group's consumers
 fake-quantized (and V, where the cache is quantized and v is the source) and all else in float.
 Where no candidate beats leaving the group alone, it is left alone.
@@ -43,10 +43,9 @@ from ptq.methods.common.folding import Folding, SmoothedGroup, Trials
 from ptq.methods.common.method import Method, Part, group_parts
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-else:
-    torch = later("torch")
+with later():
+    import torch
 
 BY_TOKEN = ActivationSpec(granularity="per_token")
 SCALED = "by_token/"  # before the names of layers, among what is found

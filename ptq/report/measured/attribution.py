@@ -11,16 +11,16 @@ the two; nothing is loaded again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.command import bar
 from formats.families.names import role_of
-from formats.modeling.layers import head_name
+from formats.modeling.layers import attention_of_blocks, head_name
 from formats.scheme import Strict
 from inference.accuracy import divergences
 from inference.engine import Engine
@@ -86,19 +86,17 @@ def attribute(
         expected: From `references`, of the same sequences.
         progress: Show a progress bar.
     """
-    floats, ours = unrounded.model.layers, quantized.model.layers
-    groups, checkpoint = _groups(len(ours)), quantized.checkpoint
-    kinds = list(_kinds(quantized))
-    has_head = head_name(checkpoint.config) in checkpoint.quantized_modules
-    outer = quantized if has_head else unrounded  # whose head and embedding are run
-    runs = len(kinds) + len(groups) + 2 + has_head + quantized.quantized_kv
-    shown = bar(total=runs, title="Attributing", unit="part", shown=progress)
+    whole, kinds, blocks = _runs(unrounded, quantized)
+    tokens = sum(map(len, expected))
+    sites = enumerate(attention_of_blocks(quantized.checkpoint.config))
+    caching = [block for block, name in sites if name is not None]
 
-    def loss(
-        layers: Sequence[AnyLayer], cached: Callable[[int], bool], around: Engine = unrounded
-    ) -> float:
-        pools = [(quantized if cached(i) else unrounded).pools[i] for i in range(len(layers))]
-        engine = around.variant(layers, pools)
+    def loss(run: _Run) -> float:
+        pools = [
+            (quantized if block in run.cached else unrounded).pools[place]
+            for place, block in enumerate(caching)
+        ]
+        engine = run.around.variant(run.layers, pools)
         total = sum(
             divergences(logits, engine.score(ids)[:-1]).sum().item()
             for ids, logits in zip(sequences, expected, strict=True)
@@ -106,38 +104,59 @@ def attribute(
         shown.update()
         return total / tokens
 
-    tokens = sum(map(len, expected))
-    with shown:
+    def parts(each: Mapping[str, _Run]) -> tuple[Part, ...]:
+        return tuple(Part(name=name, kl=loss(run)) for name, run in each.items())
+
+    count = len(whole) + len(kinds) + len(blocks)
+    with bar(total=count, title="Attributing", unit="part", shown=progress) as shown:
         return Attribution(
             sequences=len(sequences),
             tokens=tokens,
-            whole=loss(ours, lambda _: True, outer),
-            unrounded=loss(floats, lambda _: False),
-            kinds=(
-                *(
-                    Part(
-                        name=name,
-                        kl=loss([put(f, q) for f, q in zip(floats, ours, strict=True)], cached),
-                    )
-                    for name, put, cached in kinds
-                ),
-                *(
-                    Part(name=name, kl=loss(floats, lambda _: False, quantized))
-                    for name in ([_head(checkpoint)] if has_head else [])
-                ),
-            ),
-            blocks=tuple(
-                Part(
-                    name=_group_name(group),
-                    kl=loss(
-                        [ours[i] if i in group else floats[i] for i in range(len(ours))],
-                        lambda i, group=group: i in group,
-                    ),
-                )
-                for group in groups
-            ),
-            float_cache=loss(ours, lambda _: False, outer) if quantized.quantized_kv else None,
+            **{name: loss(run) for name, run in whole.items()},
+            kinds=parts(kinds),
+            blocks=parts(blocks),
         )
+
+
+class _Run(NamedTuple):
+    """A model with one part quantized.
+
+    Attributes:
+        layers: Its blocks.
+        cached: Indexes of the blocks whose cache is the quantized model's.
+        around: Whose embedding and head it has.
+    """
+
+    layers: Sequence[AnyLayer]
+    cached: range
+    around: Engine
+
+
+Runs = dict[str, _Run]
+
+
+def _runs(unrounded: Engine, quantized: Engine) -> tuple[Runs, Runs, Runs]:
+    """What is measured, by name: of all the model, of kinds of layers, and of groups of blocks."""
+    floats, ours = unrounded.model.layers, quantized.model.layers
+    has_head = head_name(quantized.checkpoint.config) in quantized.checkpoint.quantized_modules
+    outer = quantized if has_head else unrounded  # whose head and embedding are run
+    every, none = range(len(ours)), range(0)
+    whole = {"whole": _Run(ours, every, outer), "unrounded": _Run(floats, none, unrounded)}
+    if quantized.quantized_kv:
+        whole["float_cache"] = _Run(ours, none, outer)
+    kinds = {
+        name: _Run([put(f, q) for f, q in zip(floats, ours, strict=True)], cached, unrounded)
+        for name, put, cached in _kinds(quantized)
+    }
+    if has_head:
+        kinds[_head(quantized.checkpoint)] = _Run(floats, none, quantized)
+    blocks = {
+        _group_name(group): _Run(
+            [(ours if i in group else floats)[i] for i in every], group, unrounded
+        )
+        for group in _groups(len(ours))
+    }
+    return whole, kinds, blocks
 
 
 def _groups(blocks: int) -> list[range]:
@@ -153,8 +172,8 @@ def _group_name(group: range) -> str:
 Put = Callable[[AnyLayer, AnyLayer], AnyLayer]
 
 
-def _kinds(quantized: Engine) -> Iterator[tuple[str, Put, Callable[[int], bool]]]:
-    """Each kind of part: its name, how a float block gets it from a quantized one, its cache.
+def _kinds(quantized: Engine) -> Iterator[tuple[str, Put, range]]:
+    """Each kind of part: its name, how a float block gets it from a quantized one, its caches.
 
     Blocks of transformers' own code are exchanged as a whole: their layers are of no kinds here.
     """
@@ -169,9 +188,9 @@ def _kinds(quantized: Engine) -> Iterator[tuple[str, Put, Callable[[int], bool]]
     }
     for names, put in takes.items():
         if roles & set(names):
-            yield "/".join(name for name in names if name in roles), put, lambda _: False
+            yield "/".join(name for name in names if name in roles), put, range(0)
     if quantized.quantized_kv:
-        yield "cache", lambda f, _: f, lambda _: True
+        yield "cache", lambda f, _: f, range(len(quantized.model.layers))
 
 
 def _head(checkpoint: Checkpoint) -> str:

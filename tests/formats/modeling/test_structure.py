@@ -13,6 +13,7 @@ from formats.modeling.layers import (
     head_name,
     structure_of,
 )
+from tests.gemma4 import LAYOUTS, TEXT
 from tests.undeclared import UNDECLARED
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -87,11 +88,12 @@ def test_experts_have_the_names_of_the_files():
     assert len({block.inputs[name] for name in experts if not name.endswith("w2")}) == 1
 
 
-def test_stacks_that_files_hold_as_they_are_stay_whole():
-    config = AutoConfig.for_model("granitemoe", **SIZES, num_local_experts=4).to_dict()
+def test_stacks_of_other_code_stay_whole():
+    """Aria's hold inputs before outputs."""
+    config = AutoConfig.for_model("aria_text", **SIZES, moe_num_experts=4, moe_topk=2).to_dict()
     (block, _) = structure_of(config).blocks
-    assert block.whole == (f"{block.name}.block_sparse_moe.experts",)
-    assert not any("experts" in name for name in block.linears)
+    assert block.whole == (f"{block.name}.mlp.experts",)
+    assert not any(".experts." in name for name in block.linears)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -148,3 +150,28 @@ def test_infinity_is_read_as_transformers_writes_it():
 def test_code_of_its_own_is_never_run():
     with pytest.raises(CheckpointError, match=r"code of its own \(auto_map\), which is never run"):
         structure_of({"model_type": "opt", "auto_map": {"AutoModelForCausalLM": "code.Model"}})
+
+
+def test_who_lends_keys_and_values_to_whom_is_found():
+    values = TEXT | LAYOUTS["shared"]
+    blocks = structure_of(AutoConfig.for_model("gemma4_text", **values).to_dict()).blocks
+    names = [f"model.layers.{i}.self_attn" for i in range(4)]
+    assert [block.attention.module for block in blocks] == names
+    assert [block.attention.lender for block in blocks] == [None, None, *names[:2]]
+    assert [block.lends for block in blocks] == ["sliding_attention", "full_attention", None, None]
+    assert [block.attention.key_size for block in blocks] == [32, 64, 32, 64]
+
+
+def test_experts_in_parameters_of_all_are_layers():
+    config = AutoConfig.for_model("gemma4_text", **TEXT | LAYOUTS["experts"]).to_dict()
+    structure = structure_of(config)
+    stack = "model.layers.0.experts"
+    assert structure.stacks[f"{stack}.gate_up_proj"][:3] == (
+        f"{stack}.0.gate_proj.weight",
+        f"{stack}.0.up_proj.weight",
+        f"{stack}.1.gate_proj.weight",
+    )
+    assert f"{stack}.3.down_proj" in structure.quantizable
+    renamed = AutoConfig.for_model("granitemoe", **SIZES, num_local_experts=4).to_dict()
+    assert "model.layers.1.block_sparse_moe.input_linear.weight" in structure_of(renamed).stacks
+    assert structure.routers == {f"model.layers.{i}.router.proj" for i in (0, 1)}

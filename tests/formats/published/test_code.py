@@ -26,6 +26,7 @@ def asking(kind, name):
         ("deepseek_v3", "modeling_deepseek.DeepseekV3ForCausalLM"),
         ("chatglm", "modeling_chatglm.ChatGLMForConditionalGeneration"),
         ("baichuan", "modeling_baichuan.BaichuanForCausalLM"),
+        ("mimo", "modeling_mimo.MiMoForCausalLM"),
     ],
 )
 def test_code_of_a_class_that_transformers_or_we_have_is_not_needed(kind, name):

@@ -104,7 +104,7 @@ def test_what_gemma_leaves_out_is_what_its_class_has(tmp_path):
     ("change", "told"),
     [
         ({}, "text_config is missing"),
-        ({"text_config": {"model_type": "bert"}}, "'bert' of text_config"),
+        ({"text_config": {"model_type": "vit"}}, "'vit' of text_config"),
     ],
 )
 def test_other_texts_are_refused_by_name(tmp_path, change, told):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from formats.errors import CheckpointError, EngineError
-from inference.bench.random_checkpoint import random_checkpoint
+from inference.bench.random_model import random_checkpoint
 from inference.bench.shapes import SHAPES
 from tests.kernels.triton_lab import interpreted
 from tests.tiny_families import DEEPSEEK, TINY

@@ -51,9 +51,9 @@ def test_a_head_drafts_what_it_does_on_a_cpu(tmp_path):
     drafts_as_on_a_cpu(path, str(tmp_path / "head"))
 
 
-@pytest.mark.parametrize(("family", "sizes"), [DEEPSEEK["v3"], ("glm4_moe", GLM)])
+@pytest.mark.parametrize(("family", "sizes"), [DEEPSEEK["v3"], ("glm4_moe", GLM), ("mimo", {})])
 def test_a_predicting_layer_drafts_what_it_does_on_a_cpu(make_model, tmp_path, family, sizes):
-    """A mixture of experts both, of latent attention the first."""
+    """Mixtures of experts the first two, of latent attention the first; the last reads no norm."""
     PredictingReference(make_model(family, **sizes), tmp_path / "model")
     predicts_as_on_a_cpu(str(tmp_path / "model"))
 

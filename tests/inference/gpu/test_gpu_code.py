@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoConfig
 
+from formats.errors import CheckpointError
+from tests.conftest import write_random
+from tests.gemma4 import LAYOUTS, TEXT, write_tiny
 from tests.inference.gpu.test_gpu import engine_of, prompt
 from tests.inference.transformers_code.test_transformers_code import KINDS, SMALL
 from tests.kernels.triton_lab import interpreted
@@ -39,3 +43,21 @@ def near_the_fast_path(path: str):
     both = slow.generate([prompt(5), prompt(9)], params)
     assert all(len(output.token_ids) == 2 for output in both)
     slow.check_integrity()
+
+
+@pytest.mark.parametrize("layout", ["shared", "gemma3n"])
+def test_blocks_that_read_the_keys_and_values_of_others(tmp_path, layout):
+    near_the_cpu(str(write_tiny(tmp_path / "float", layout)))
+
+
+def test_heads_that_kernels_do_not_take_are_named(tmp_path):
+    """Those of Gemma 4's global layers, as they are published."""
+    values = TEXT | LAYOUTS["plain"] | {"global_head_dim": 512}
+    path = write_random(tmp_path / "float", AutoConfig.for_model("gemma4_text", **values))
+    refused_by_the_gpu(str(path))
+
+
+@interpreted
+def refused_by_the_gpu(path: str):
+    with pytest.raises(CheckpointError, match=r"heads of 512 .* GPUs run up to 256, the CPU any"):
+        engine_of(path)

@@ -44,7 +44,7 @@ def test_a_recipe_quantizes_the_merged_model(desk, tiny_llama):
     plan = plan_recipe(loaded)
     recipe = plan.recipe
     assert recipe.model.adapter == desk / "lora"
-    assert "with the adapter" in recipe.model.told
+    assert "with the adapter" in recipe.model.title
     convert(tiny_llama, desk / "merged", "float", adapter="lora")
     own = make_plan(desk / "merged", desk / "own", "w8", methods=(RTNSpec(),))
     found = make_plan(recipe.model.folder, desk / "out", "w8", methods=(RTNSpec(),))

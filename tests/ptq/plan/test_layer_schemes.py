@@ -207,9 +207,9 @@ def test_refinement_sees_the_block_as_it_will_run(tiny_llama, tmp_path):
     down, x = "model.layers.0.mlp.down_proj", work.block.inputs[0]
     weights = {down: work.quantized[down].dequantized()}  # the one that is not fp8
     with torch.no_grad(), quantized_block(work):
-        expected = work.block.forward(x)
+        expected = work.block.forward(x, 0)
     with torch.no_grad(), _rounded_inputs(work):
-        seen = work.block.forward(x, weights)
+        seen = work.block.forward(x, 0, weights)
     assert (seen - expected).norm() / expected.norm() < 1e-5
 
 

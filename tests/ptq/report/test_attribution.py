@@ -186,7 +186,7 @@ def test_what_cannot_be_told_is_said(tiny_llama, tmp_path, monkeypatch):
     untold = measure(result, plan, random_tokens(), progress=False)
     (result.checkpoint.parent / FOUND_FILE).unlink()
     lost = measure(result, plan, random_tokens(), progress=False)
-    for data, reason in ((untold, "no part of it can be told"), (lost, FOUND_FILE)):
+    for data, reason in ((untold, "no part of it can be measured"), (lost, FOUND_FILE)):
         assert isinstance(data.attribution, str)
         assert reason in data.attribution
         (section,) = [s for s in sections(data) if s.title == "Where the loss comes from"]

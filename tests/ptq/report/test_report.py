@@ -35,6 +35,7 @@ from ptq.recipe.schema import Recipe, ThresholdsSpec
 from ptq.report import scatter
 from ptq.report.data import ReportData, check_thresholds, failure
 from ptq.report.measure import spread
+from ptq.report.measured.drafts import DraftPair
 from ptq.report.outliers import OutlierRow, distinct_inputs
 from ptq.report.page.section import Table
 from ptq.report.pages import draw_plots, render_html, render_markdown, sections
@@ -295,6 +296,10 @@ def test_reports_without_speed_smoothing_or_cache_have_fewer_sections(made):
     assert "Side by side" not in titles
     assert set(draw_plots(data)) == {"perplexity", "divergence", "sizes"}
     assert not any("tokens/s" in row[0] for row in summary_rows(data))
+    assert not any("drafts" in row[0] for row in summary_rows(data))
+    drafting = data.model_copy(update={"drafts": DraftPair(original=2.0, quantized=1.5)})
+    row = ("tokens a step, mtp drafts", "2.00", "1.50", "x 0.75")
+    assert row in summary_rows(drafting)
     Page(render_html(data, draw_plots(data)))
 
 

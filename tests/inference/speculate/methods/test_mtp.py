@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from formats.errors import CheckpointError, EngineError
+from formats.families.registry import BY_TYPE
 from formats.residual_rotation import with_rotation
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
@@ -22,7 +23,8 @@ from tests.tiny_families import DEEPSEEK
 
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 PROMPTS = [[5 + i] * 45 + [9 + 3 * i] * i for i in range(3)]
-LAYER, HIDDEN = "model.layers.2", 128
+HIDDEN = 128
+KINDS = {"deepseek_v3": DEEPSEEK["v3"][1], "glm4_moe": GLM, "mimo": {}}
 
 
 def engine(folder, method: str | None = "mtp", path=None, **config) -> Engine:
@@ -31,17 +33,31 @@ def engine(folder, method: str | None = "mtp", path=None, **config) -> Engine:
 
 
 class Reference:
-    """A random model of DeepSeek-V3's build with such a layer, run by transformers' blocks."""
+    """A random model of a family with such a layer, run by transformers' blocks.
+
+    Attributes:
+        layer: Full name of the layer.
+        names: What its parts are called.
+        joined_weight: Full name of the tensor of what reads both halves.
+        parts: Names of parts that it cannot do without.
+    """
 
     def __init__(self, plain, folder) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
         torch.manual_seed(1)
         own = self.model.config
         model = self.model.model
-        self.block = type(model.layers[1])(own, 1)  # of a mixture of experts
-        kind, names = type(model.norm), ("enorm", "hnorm", "norm")
-        norms = {name: kind(HIDDEN, own.rms_norm_eps) for name in names}
-        self.norms = torch.nn.ModuleDict(norms)
+        self.block = type(model.layers[1])(own, 1)  # of a mixture of experts, if there is one
+        names = BY_TYPE[own.model_type].predicting
+        assert names is not None
+        experts = getattr(own, "n_routed_experts", 0)
+        self.layer, self.names = names.layer(2), names
+        self.joined_weight = f"{self.layer}.{names.joined}.weight"
+        self.parts = (names.hidden_norm, names.norm, f"mlp.{'experts.1.' * bool(experts)}up_proj")
+        kinds = ("embedded_norm", "hidden_norm", "norm")
+        self.norms = torch.nn.ModuleDict(
+            {kind: type(model.norm)(HIDDEN, own.rms_norm_eps) for kind in kinds}
+        )
         self.joined = torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
         parts = (self.block, self.norms, self.joined)
         with torch.no_grad():
@@ -50,16 +66,12 @@ class Reference:
                 parameter.copy_((1 + drawn if parameter.dim() == 1 else drawn).bfloat16())
         shutil.copytree(plain, folder)
         tensors = load_file(folder / "model.safetensors")
-        experts = self.model.model.layers[1].state_dict().keys()
-        assert set(self.block.state_dict()) == set(experts)
-        added = _published(self.block, own.n_routed_experts)
-        added |= {
-            "eh_proj.weight": self.joined.weight,
-            "shared_head.norm.weight": norms["norm"].weight,
-        }
-        added |= {f"{name}.weight": norms[name].weight for name in ("enorm", "hnorm")}
+        assert set(self.block.state_dict()) == set(model.layers[1].state_dict())
+        added = _published(self.block, experts)
+        added[f"{names.joined}.weight"] = self.joined.weight
+        added |= {f"{getattr(names, kind)}.weight": self.norms[kind].weight for kind in kinds}
         tensors |= {
-            f"{LAYER}.{name}": tensor.detach().bfloat16().contiguous()
+            f"{self.layer}.{name}": tensor.detach().bfloat16().contiguous()
             for name, tensor in added.items()
         }
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -71,14 +83,15 @@ class Reference:
     def check(self, text: list[int], drafts: list[int]) -> None:
         """Compare drafts behind a text with what the layer says, of its own output."""
         model, count = self.model.model, len(text)
-        features = model(torch.tensor([text[:-1]])).last_hidden_state  # behind the last norm
+        normed, last = self._outputs(text[:-1])
+        features = normed if self.names.reads_normed else last
         embedded = model.embed_tokens(torch.tensor([[*text, *drafts][1:-1]]))
         for j, draft in enumerate(drafts):
             read = [
-                self.norms["enorm"](embedded[:, : count - 1 + j]),
-                self.norms["hnorm"](features),
+                self.norms["embedded_norm"](embedded[:, : count - 1 + j]),
+                self.norms["hidden_norm"](features),
             ]
-            x = self.joined(torch.cat(read, dim=-1))
+            x = self.joined(torch.cat(read[::-1] if self.names.hidden_first else read, dim=-1))
             places = torch.arange(x.shape[1])[None]
             mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None]
             turn = model.rotary_emb(x, places)
@@ -86,6 +99,14 @@ class Reference:
             last = self.model.lm_head(self.norms["norm"](y))[0, -1]
             assert int(last.argmax()) == draft or last.max() - last[draft] < 1e-3, (count, j)
             features = torch.cat([features, y[:, -1:]], dim=1)
+
+    def _outputs(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's output after its last norm, and before it."""
+        model, seen = self.model.model, []
+        hook = model.norm.register_forward_pre_hook(lambda _, read: seen.append(read[0]))
+        normed = model(torch.tensor([ids])).last_hidden_state
+        hook.remove()
+        return normed, seen[0]
 
 
 def _published(block, experts: int) -> dict[str, torch.Tensor]:
@@ -105,10 +126,9 @@ def _published(block, experts: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
+@pytest.fixture(scope="module", params=KINDS)
 def plain(make_model, request):
-    overrides = DEEPSEEK["v3"][1] if request.param == "deepseek_v3" else GLM
-    return make_model(request.param, **overrides)
+    return make_model(request.param, **KINDS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -154,23 +174,22 @@ def test_models_without_one_are_named(plain, tiny_llama):
 def test_a_layer_of_another_width_is_named(reference, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
-    name = f"{LAYER}.eh_proj.weight"
+    name = reference.joined_weight
     tensors[name] = tensors[name][:, :HIDDEN].contiguous()
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"eh_proj.weight is \[128, 128\].*needs \[128, 256\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"_proj.weight is \[128, 128\].*needs \[128, 256\]"):
         engine(tmp_path / "model")
 
 
-@pytest.mark.parametrize("part", ["hnorm", "shared_head.norm", "mlp.experts.1.up_proj"])
+@pytest.mark.parametrize("part", range(3))
 def test_a_layer_that_lacks_a_part_is_not_run_without_it(reference, folder, tmp_path, part):
     """What no file fills would be random, and no draft would ever come."""
+    name = f"{reference.layer}.{reference.parts[part]}"
     shutil.copytree(folder, tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
-    del tensors[f"{LAYER}.{part}.weight"]
+    del tensors[f"{name}.weight"]
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"{LAYER}.{part}"):
+    with pytest.raises(CheckpointError, match=name):
         engine(tmp_path / "model")
 
 

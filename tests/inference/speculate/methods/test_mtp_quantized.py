@@ -1,0 +1,278 @@
+"""Layers for further tokens after quantizing: kept as they were, and drafts as good as before."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError, EngineError
+from formats.families.registry import BY_TYPE
+from inference.config import EngineConfig, SpeculateConfig
+from inference.engine import Engine
+from inference.requests.request import SamplingParams
+from inference.speculate.counts import DraftCounts
+from ptq.convert.convert import convert
+from ptq.methods.rotation import RotationSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.pipeline.driver import quantize_tokens
+from ptq.plan.describe import describe_plan
+from ptq.report.inspection import describe, inspect
+from ptq.report.measured.drafts import DraftPair, measure_drafts
+from tests.adapters import write_adapter
+from tests.conftest import write_random
+from tests.experts import rewrite
+from tests.families import distance, transformers_logits
+from tests.formats.checkpoint.test_served_cache import served
+from tests.inference.speculate.methods.test_mtp import KINDS
+from tests.ptq.quantizing import SMOOTH, make_plan, random_tokens
+from tests.tiny_models import tiny_config
+
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+PROMPTS = [[5 + i] * 15 + [9 + 3 * i] * i + [40 + i] for i in range(4)]
+HIDDEN = 128
+TWO = pytest.mark.parametrize("kind", ["deepseek_v3", "mimo"], indirect=True)
+DENSE = pytest.mark.parametrize("kind", ["mimo"], indirect=True)
+
+
+def engine(folder, method: str | None = "mtp", **config) -> Engine:
+    own = SpeculateConfig(method=method, depth=3) if method else None
+    sizes: dict[str, Any] = {"max_model_len": 256, "max_batch_size": 4} | config
+    return Engine.from_pretrained(folder, config=EngineConfig(speculate=own, **sizes))
+
+
+def write_predicting(tensors: dict[str, Tensor], kind: str) -> None:
+    """Add a layer that mostly knows the next token but one: blocks say little beside the embedding.
+
+    The model's output follows its last token and a little of what came before; the layer reads the
+    token after that, and its block is the model's last.
+    """
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] *= 0.002
+    names = BY_TYPE[kind].predicting
+    assert names is not None
+    layer = f"{names.layer(2)}."
+    added = {
+        name.replace("model.layers.1.", layer): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith("model.layers.1.")
+    }
+    embedding = tensors["model.embed_tokens.weight"].float()
+    generator = torch.Generator().manual_seed(0)
+    noise = 3e-5 * torch.randn(HIDDEN, HIDDEN, generator=generator)
+    halves = [embedding.std() * torch.eye(HIDDEN), noise]
+    joined = torch.cat(halves[::-1] if names.hidden_first else halves, dim=1)
+    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    added |= {
+        f"{layer}{names.joined}.weight": joined.bfloat16(),
+        f"{layer}{names.embedded_norm}.weight": ones,
+        f"{layer}{names.hidden_norm}.weight": ones.clone(),
+        f"{layer}{names.norm}.weight": tensors["model.norm.weight"].clone(),
+    }
+    tensors |= added
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def original(make_model, tmp_path_factory, kind) -> Path:
+    own = {"num_nextn_predict_layers": 1, "tie_word_embeddings": False}
+    plain = make_model(kind, **KINDS[kind] | own)
+    out = tmp_path_factory.mktemp("original") / "model"
+    return rewrite(plain, out, lambda tensors: write_predicting(tensors, kind))
+
+
+def layer_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
+    """Those of the layer, by their names in the file."""
+    names = BY_TYPE[kind].predicting
+    assert names is not None
+    files = folder.glob("*.safetensors")
+    tensors = {name: t for file in files for name, t in load_file(file).items()}
+    return {name: t for name, t in tensors.items() if name.startswith(f"{names.layer(2)}.")}
+
+
+def quantized(model: Path, out: Path, preset: str, methods: tuple = (RTNSpec(),)) -> Path:
+    plan = make_plan(model, out, preset, methods=methods)
+    return quantize_tokens(plan, random_tokens(), progress=False).checkpoint
+
+
+def accepted(folder: Path) -> float:
+    """Tokens a step with drafts; tokens are those without."""
+    runner = engine(folder)
+    found = [output.token_ids for output in runner.generate(PROMPTS, LONG)]
+    wanted = [output.token_ids for output in engine(folder, None).generate(PROMPTS, LONG)]
+    assert found == wanted
+    assert len({token for ids in found for token in ids}) > 20
+    return DraftCounts.of(runner.speculation).tokens_per_step
+
+
+def test_the_layer_is_kept_and_drafts_as_well(original, kind, tmp_path):
+    wanted, before = layer_tensors(original, kind), accepted(original)
+    assert before > 3.3  # of 4
+    config = json.loads((original / "config.json").read_text())
+    smooth = SMOOTH if kind == "mimo" else (RTNSpec(),)  # a search over experts takes long
+    for preset, methods in (("w4", (RTNSpec(),)), ("a8w8c8", smooth)):
+        path = quantized(original, tmp_path / preset, preset, methods)
+        found = layer_tensors(path, kind)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        written = json.loads((path / "config.json").read_text())
+        assert {key: written[key] for key in config} == config
+        assert accepted(path) >= 0.98 * before
+
+
+@pytest.fixture(scope="module")
+def w4(original, tmp_path_factory) -> Path:
+    return quantized(original, tmp_path_factory.mktemp("w4"), "w4")
+
+
+@TWO
+def test_others_read_what_is_written(w4):
+    """transformers, which has no place for the layer, reads the rest."""
+    ids = random_tokens().sequences()[1]
+    ours = engine(w4, None).score(ids.tolist())
+    assert distance(transformers_logits(w4, ids), ours) < 0.05
+
+
+@TWO
+def test_other_software_may_say_nothing_of_the_layer_or_have_dropped_it(w4, kind, tmp_path):
+    shutil.copytree(w4, tmp_path / "silent")
+    config = json.loads((w4 / "config.json").read_text())
+    own = config["quantization_config"]
+    own["ignore"] = [entry for entry in own["ignore"] if not entry.startswith("re:")]
+    del config["ptq"]
+    (tmp_path / "silent" / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(tmp_path / "silent" / "quant")
+    assert engine(tmp_path / "silent").generate(PROMPTS[:1], LONG)
+    layer = layer_tensors(w4, kind)
+
+    def drop(tensors: dict[str, Tensor]) -> None:
+        for name in layer:
+            del tensors[name]
+
+    dropped = rewrite(tmp_path / "silent", tmp_path / "dropped", drop)
+    assert engine(dropped, None).generate(PROMPTS[:1], LONG)
+    with pytest.raises(EngineError, match=r"no layer that predicts further tokens.*mtp=PATH"):
+        engine(dropped)
+
+
+@TWO
+def test_a_layer_that_other_software_quantized_drafts(original, make_quantized):
+    folder = make_quantized(original, "w4")
+    assert any("q_b_proj" in n or "q_proj" in n for n in Checkpoint.open(folder).quantized_modules)
+    assert accepted(folder) > 1.5
+
+
+@TWO
+def test_conversions_carry_it(w4, kind, tmp_path):
+    wanted = layer_tensors(w4, kind)
+    convert(w4, tmp_path / "float", "float", dtype="bfloat16")
+    convert(w4, tmp_path / "gptq", "gptq")
+    for target in ("float", "gptq"):
+        found = layer_tensors(tmp_path / target, kind)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert engine(tmp_path / target).generate(PROMPTS[:1], LONG)
+    convert(tmp_path / "gptq", tmp_path / "back", "compressed_tensors")
+    back = layer_tensors(tmp_path / "back", kind)
+    assert all(torch.equal(back[name], wanted[name]) for name in wanted)
+    with pytest.raises(CheckpointError, match=f"{kind}.*is not written as GGUF"):
+        convert(w4, tmp_path / "model.gguf", "gguf")
+
+
+@DENSE
+def test_adapters_are_of_the_blocks_alone(original, w4, kind, tmp_path):
+    """Their software has no such layer: all of a kind's layers are those of the blocks."""
+    adapter = write_adapter(tmp_path / "adapter", original)
+    for model in (original, w4):
+        runner = engine(model)
+        runner.load_adapter("own", adapter)
+        assert runner.generate(PROMPTS[:1], SamplingParams(max_tokens=4, adapter="own"))
+
+
+@DENSE
+def test_scales_of_its_cache_are_left_out(original, kind, tmp_path):
+    """Other software may have them; what drafts has a cache of floats."""
+    path = quantized(original, tmp_path / "a8w8c8", "a8w8c8")
+    folder = served(path, tmp_path / "served", {"type": "int", "strategy": "attn_head"}, (2, 1, 1))
+    file = folder / "model.safetensors"
+    names = (f"model.mtp_layers.0.self_attn.{leaf}" for leaf in ("k_scale", "v_scale"))
+    own = {name: torch.ones(2, 1, 1).bfloat16() for name in names}
+    save_file(load_file(file) | own, file, {"format": "pt"})
+    found = Checkpoint.open(folder)
+    assert found.caches.kv_cache is not None
+    assert not own.keys() & {*found.names()}
+
+
+def test_inspect_and_the_report_tell_of_it(original, w4, kind):
+    names = BY_TYPE[kind].predicting
+    assert names is not None
+    lines = describe(inspect(Checkpoint.open(w4)), 3)
+    assert f"  layers that predict further tokens: {names.layer(2)}" in lines
+    before, after = (engine(folder, None) for folder in (original, w4))
+    found = measure_drafts(before, after, random_tokens().sequences()[:2])
+    assert found is not None
+    assert min(found.original, found.quantized) > 3
+    assert before.speculation is None
+    assert DraftPair(**found.model_dump()) == found
+
+
+def test_a_report_of_models_without_one_says_nothing(tiny_llama):
+    plain = engine(tiny_llama, None)
+    assert measure_drafts(plain, plain, random_tokens().sequences()[:1]) is None
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_rotation_leaves_it_out_or_as_it_was(make_model, tmp_path, residual):
+    """It reads the residual stream; what is in it, of the values too, is its own."""
+    model = rewrite(
+        make_model("mimo", num_nextn_predict_layers=1, tie_word_embeddings=False),
+        tmp_path / "model",
+        lambda tensors: write_predicting(tensors, "mimo"),
+    )
+    methods = (RotationSpec(residual=residual), RTNSpec())
+    plan = make_plan(model, tmp_path / "out", "w4", methods=methods)
+    line = "leaves out model.mtp_layers.0: it predicts further tokens"
+    assert (line in "\n".join(describe_plan(plan, {}))) == residual
+    result = quantize_tokens(plan, random_tokens(), progress=False)
+    events = [event.module for event in result.events if event.kind == "left_out"]
+    assert events == ["model.mtp_layers.0"] * residual
+    path = result.checkpoint
+    found, wanted = layer_tensors(path, "mimo"), layer_tensors(model, "mimo")
+    if residual:
+        assert found == {}
+        assert engine(path, None).generate(PROMPTS[:1], LONG)
+        with pytest.raises(EngineError, match="is rotated, and the layer.*residual: false"):
+            engine(path)
+        return
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert accepted(path) > 3.5
+
+
+def test_qwen3_next_keeps_it_and_refuses_drafts(tmp_path):
+    """Its code keeps a recurrent state, which does not go back over drafts."""
+    model = write_random(tmp_path / "model", tiny_config("qwen3_next"))
+    names = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.mlp.gate")
+    own = {f"mtp.{name}.weight": torch.randn(8, 8).bfloat16() for name in names}
+    file = model / "model.safetensors"
+    save_file(load_file(file) | own, file, {"format": "pt"})
+    path = quantized(model, tmp_path / "w4", "w4")
+    written = {n: t for f in path.glob("*.safetensors") for n, t in load_file(f).items()}
+    assert all(torch.equal(written[name], own[name]) for name in own)
+    ignore = json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert any(re.match(e[3:], "mtp.fc") for e in ignore if e.startswith("re:"))
+    assert Checkpoint.open(path).predicting_layers == ("mtp",)
+    assert engine(path, None).generate(PROMPTS[:1], LONG)
+    with pytest.raises(EngineError, match="qwen3_next keeps a recurrent state"):
+        engine(path)
