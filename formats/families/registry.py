@@ -40,7 +40,7 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
 
 def is_ours(config: Mapping[str, Any]) -> bool:
     """Whether transformers has no class of a model, and what computes it is registered here."""
-    kind, family = config.get("model_type"), find_family(config)
+    kind, family = str(config.get("model_type")), find_family(config)
     return kind in OWN_CLASSES or bool(family and family.alike)
 
 
