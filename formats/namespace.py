@@ -64,9 +64,9 @@ def later() -> Iterator[None]:
     now = builtins.__import__
 
     def deferred(name: str, *arguments: Any, **named: Any) -> Any:
-        fromlist = named.get("fromlist") or (arguments[2] if len(arguments) > 2 else ())
-        if not _deferring.on:
+        if not _deferring.on:  # another thread's
             return now(name, *arguments, **named)
+        fromlist = named.get("fromlist") or (arguments[2] if len(arguments) > 2 else ())
         return _Later(name if fromlist else name.partition(".")[0])
 
     builtins.__import__ = deferred

@@ -50,13 +50,13 @@ class Adapters:
         """The folder of each, by name."""
         return dict(self._paths)
 
-    def load(self, name: str, path: str | Path, *, prefixes: str | None = None) -> int:
+    def load(self, name: str, path: str | Path, *, no_prefixes: str | None = None) -> int:
         """Read an adapter and hold it; gives its slot.
 
         Args:
             name: Its name.
             path: Its folder, or its name on the hub.
-            prefixes: Why none of prefix tuning runs here; None where they do.
+            no_prefixes: Why none of prefix tuning runs here; None where they do.
 
         Raises:
             RequestError: the name is used, or is none.
@@ -79,8 +79,8 @@ class Adapters:
         folder = adapter_folder(path)
         settings, prefix, parts = read_settings(folder), None, {}
         if isinstance(settings, PrefixSettings):
-            if prefixes is not None:
-                raise EngineError(f"adapter: {folder} is of prefix tuning: {prefixes}")
+            if no_prefixes is not None:
+                raise EngineError(f"adapter: {folder} is of prefix tuning: {no_prefixes}")
             found = read_prefix(folder, settings, self._checkpoint)
             prefix = CachedPrefix(self._model.config, found)
         else:

@@ -244,10 +244,10 @@ class Engine:
             CheckpointError: it is damaged, of another base, or of a kind that is not run.
             EngineError: adapters are not run with this model, or memory is too small.
         """
-        slot = self._adapters.load(name, path, prefixes=self._prefixes())
+        slot = self._adapters.load(name, path, no_prefixes=self._no_prefixes())
         self._scheduler.roots[slot] = self._blocks.new_root()
 
-    def _prefixes(self) -> str | None:
+    def _no_prefixes(self) -> str | None:
         """Why K and V that an adapter gives cannot be put into the cache; None where they can."""
         if not self.backend.writes_prefixes:
             return "prefix tuning runs on a CPU, in one process"

@@ -76,7 +76,7 @@ def read_prefix(folder: Path, settings: PrefixSettings, checkpoint: Checkpoint) 
         raise CheckpointError(
             f"{folder}: {NAME} is {list(found.shape)}; needed is [{tokens}, "
             f"{2 * len(blocks) * width}], of each of {len(blocks)} blocks {width} numbers of K and "
-            f"{width} of V. It is of another base, or damaged: {AGAIN}"
+            f"{width} of V. It is of another base, or damaged. {AGAIN}"
         )
     if not bool(torch.isfinite(found).all()):
         raise CheckpointError(f"{folder}: {NAME} holds NaN or infinity. {AGAIN}")

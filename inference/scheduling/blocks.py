@@ -347,6 +347,7 @@ class BlockManager:
             self.states.forget()
         self._free.extend(self._cached)
         self._cached.clear()
+        self._fills.clear()  # of a step that failed before they were written
         for held in self._held.values():
             held.chain, held.filled = [], 0
 

@@ -64,12 +64,12 @@ class CodeShape:
         attentions, caches = structure.attentions, structure.caches
         places = {site.module: place for place, site in enumerate(caches)}
         if unknown := {name for own in attentions for name in own.arguments} - TAKEN:
-            told = ", ".join(sorted(unknown))
+            given = ", ".join(sorted(unknown))
             if "mask" in unknown:
-                told = "a mask that is neither causal nor a sliding window"
+                given = "a mask that is neither causal nor a sliding window"
             raise CheckpointError(
                 f"config.json: model_type {checkpoint.config.get('model_type')!r} is not run here: "
-                f"its code gives attention {told}"
+                f"its code gives attention {given}"
             )
         return cls(
             structure,

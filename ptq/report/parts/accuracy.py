@@ -202,7 +202,7 @@ def _draw_divergence(a: Accuracy) -> list[Axes]:
     _by_position(right, a, shares, 100.0)
     if any(ends is None for _, ends in shares):  # how much chance is in it is not known: all of it
         right.set_ylim(0, 103)
-    right.set_title("Top-1 agreement by position (%)")
+    right.set_title("Top-1 agreement, %")
     return panels
 
 

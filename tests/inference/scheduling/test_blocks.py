@@ -226,6 +226,20 @@ def test_counts_that_are_wrong_are_told():
         blocks.check()
 
 
+def test_what_an_adapter_gives_is_written_once_and_not_after_a_step_that_failed():
+    blocks = BlockManager(4)
+    assert blocks.grow("a", 70)
+    first, second = blocks.table("a")
+    blocks.fill("a", 2, range(62, 66))
+    changes = blocks.take_changes()
+    slots = [64 * first + 62, 64 * first + 63, 64 * second, 64 * second + 1]
+    assert changes is not None
+    assert changes.fills == [(2, 62, slots)]
+    blocks.fill("a", 2, range(66, 70))
+    blocks.forget()
+    assert blocks.take_changes() is None
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_happens_every_block_is_accounted_for(seed):
     """Contents are simulated, too: what is found was written for the tokens that ask for it."""

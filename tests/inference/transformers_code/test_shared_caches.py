@@ -1,5 +1,7 @@
 """Gemma 4 and 3n: blocks that read the K and V of others, embeddings of each block's own."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -17,14 +19,7 @@ GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Folders of the tiny models, each written once."""
-    folders = {}
-
-    def make(layout):
-        if layout not in folders:
-            folders[layout] = write_tiny(tmp_path_factory.mktemp(layout) / "float", layout)
-        return folders[layout]
-
-    return make
+    return cache(lambda layout: write_tiny(tmp_path_factory.mktemp(layout) / "float", layout))
 
 
 def ids_of(count, seed=1):

@@ -1,6 +1,7 @@
 """Gemma 4 and 3n quantized: blocks that read others' K and V, experts in 3-D parameters."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -27,14 +28,7 @@ IDS = random_tokens().sequences()[1]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Folders of the tiny models, each written once."""
-    folders = {}
-
-    def make(layout):
-        if layout not in folders:
-            folders[layout] = write_tiny(tmp_path_factory.mktemp(layout) / "float", layout)
-        return folders[layout]
-
-    return make
+    return cache(lambda layout: write_tiny(tmp_path_factory.mktemp(layout) / "float", layout))
 
 
 def quantized(model, out, preset, **options):
