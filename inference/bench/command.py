@@ -80,11 +80,12 @@ Steps of a model of random weights on a GPU, one by one.
     ptq bench --steps --schemes a8w8c8 w4c8 float --batch 1 16 64 --json steps.json
 
 For every scheme and batch: the median step with a cache that holds --context tokens of each
-sequence; the same step's CUDA graph alone; what the host does in a step that is not waiting; then a
-prefill of 8 prompts of 1024 tokens, the first token of one prompt of 128, and the peak of the GPU's
-memory. A scheme that does not fit is told, and the others are measured. Whole requests are measured
-by `ptq bench --shape llama-3-8b --scheme a8w8c8 --device cuda`. With --host only what the host does
-is measured, with a device that gives fixed tokens at once: without a GPU, of no shape or scheme.
+sequence, and the share of a large copy's bandwidth at which it reads weights and cache; the same
+step's CUDA graph alone; what the host does in a step that is not waiting; then a prefill of 8
+prompts of 1024 tokens, the first token of one prompt of 128, and the peak of the GPU's memory. A
+scheme that does not fit is told, and the others are measured. Whole requests are measured by `ptq
+bench --shape llama-3-8b --scheme a8w8c8 --device cuda`. With --host only what the host does is
+measured, with a device that gives fixed tokens at once: without a GPU, of no shape or scheme.
 """
 
 

@@ -28,12 +28,14 @@ from inference.bench.random_model import HEAD_PRESET, RandomCheckpoint, random_e
 from inference.bench.shapes import read_shape
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.models.feed_forward import MixtureOfExperts
 from inference.requests.request import SamplingParams
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.scheduler import Scheduler
 from kernels.attention_inputs import KV_BLOCK
+from kernels.bench.measure import copied_bandwidth
 
 if TYPE_CHECKING:
     from inference.gpu.loop import DeviceLoop  # needs Triton
@@ -52,12 +54,14 @@ class Step:
         whole: From one to the next.
         graph: Of its CUDA graph alone.
         host: What the host does but waiting.
+        floor: What the bytes that it reads would take at the bandwidth of a large copy.
     """
 
     batch: int
     whole: float
     graph: float
     host: float
+    floor: float
 
     @property
     def tokens_s(self) -> float:
@@ -68,6 +72,11 @@ class Step:
     def beyond(self) -> float:
         """The share of a step that its graph does not take."""
         return 1 - self.graph / self.whole
+
+    @property
+    def of_copy(self) -> float:
+        """The share of a copy's bandwidth that it reaches."""
+        return self.floor / self.whole
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,8 @@ def describe(own: Figures) -> list[str]:
     """The lines of a scheme."""
     lines = [
         f"{own.scheme:12} batch {step.batch:3}: {step.whole:7.3f} ms a step, {step.tokens_s:6.0f} "
-        f"tokens/s; graph {step.graph:7.3f} ms, host {step.host:6.3f} ms "
+        f"tokens/s, {step.of_copy:.0%} of a copy's bandwidth; graph {step.graph:7.3f} ms, host "
+        f"{step.host:6.3f} ms "
         f"({1e3 * step.host / step.batch:.1f} us a request), beyond the graph {step.beyond:5.1%}"
         for step in own.steps
     ]
@@ -113,16 +123,16 @@ def describe(own: Figures) -> list[str]:
 
 
 def table(found: Sequence[Figures], context: int) -> str:
-    """All schemes in Markdown: tokens per second of all requests."""
+    """All schemes in Markdown: tokens/s of all requests, and shares of a copy's bandwidth."""
     batches = [f"batch {step.batch}" for own in found[:1] for step in own.steps]
     rest = ("beyond the graph", "peak memory / weights + cache")
     heads = [*batches, f"prefill {PROMPTS} x {PROMPT}", f"first token of {SHORT}", *rest]
     rows = [[f"context {context}, tokens/s", *heads], ["---"] * (len(heads) + 1)]
     for own in found:
         beyond = [step.beyond for step in own.steps]
-        speeds = [*(step.tokens_s for step in own.steps), own.prefill_tokens_s]
         held = own.weight_bytes + own.cache_bytes
-        cells = [own.scheme, *(f"{speed:,.0f}" for speed in speeds), f"{own.short_ms:.1f} ms"]
+        cells = [own.scheme, *(f"{s.tokens_s:,.0f} ({s.of_copy:.0%})" for s in own.steps)]
+        cells += [f"{own.prefill_tokens_s:,.0f}", f"{own.short_ms:.1f} ms"]
         cells += [f"{min(beyond):.1%} to {max(beyond):.1%}"]
         rows.append([*cells, f"{own.peak_bytes / 1e9:.1f} / {held / 1e9:.1f} GB"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -175,8 +185,29 @@ def fill(engine: Engine, batch: int, context: int) -> None:
         engine.assume_computed(engine.add_request(prompt, params))
 
 
-def measure_step(engine: Engine, batch: int, context: int) -> Step:
-    """Time decode steps of a batch at a context."""
+def step_bytes(engine: Engine, batch: int, context: int) -> float:
+    """Bytes of weights and cache that a decode step reads on the first GPU.
+
+    Of a mixture these are the experts which some token goes to, where all are as likely.
+    """
+    model: Any = engine.model
+    cached = sum(
+        pool.nbytes_per_token * min(window or context, context)
+        for pool, window in zip(engine.pools, model.config.windows, strict=True)
+    )
+    weights = sum(layer.nbytes - _idle_bytes(layer.feed_forward, batch) for layer in model.layers)
+    return model.head.nbytes + weights + batch * cached
+
+
+def _idle_bytes(part: Any, batch: int) -> float:
+    if not isinstance(part, MixtureOfExperts):
+        return 0.0
+    idle = (1 - part.routing.chosen / part.routing.experts) ** batch
+    return idle * (part.gate_up.nbytes + part.down.nbytes)
+
+
+def measure_step(engine: Engine, batch: int, context: int, bandwidth: float) -> Step:
+    """Time decode steps of a batch at a context; the bandwidth in bytes a microsecond."""
     from inference.gpu.loop import DeviceLoop  # needs Triton
 
     loop = engine.loop
@@ -197,7 +228,9 @@ def measure_step(engine: Engine, batch: int, context: int) -> Step:
     while engine.has_unfinished:
         engine.advance()
     median = statistics.median
-    return Step(batch, 1e3 * median(whole), start.elapsed_time(end) / 10, 1e3 * median(host))
+    floor = step_bytes(engine, batch, context) / bandwidth / 1e3
+    graph = start.elapsed_time(end) / 10
+    return Step(batch, 1e3 * median(whole), graph, 1e3 * median(host), floor)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -241,8 +274,9 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()  # of the scheme before
     torch.cuda.reset_peak_memory_stats()
+    bandwidth = copied_bandwidth()
     engine = make_engine(shape, scheme, batches, context, head, ranks)
-    steps = [measure_step(engine, batch, context) for batch in batches]
+    steps = [measure_step(engine, batch, context, bandwidth) for batch in batches]
     prefill, short = measure_prefill(engine), measure_short(engine)
     cache = sum(pool.k.nbytes + pool.v.nbytes for pool in engine.pools)
     peak, weights = torch.cuda.max_memory_allocated(), engine.model.weight_bytes

@@ -207,15 +207,19 @@ def to_json(limits: Limits, rows: Sequence[Row], missing: dict[tuple[str, str], 
     return json.dumps(data, indent=1) + "\n"
 
 
+def copied_bandwidth() -> float:
+    """Bytes a microsecond, read and written, of a copy of 1 GiB on the GPU."""
+    x = torch.randint(-(2**31), 2**31, (1 << 28,), dtype=torch.int32, device="cuda")
+    y, clock = torch.empty_like(x), CLOCKS["cuda"]
+    return 2 * x.nbytes / clock.times([clock.sample(lambda i: y.copy_(x), 1)])[0]
+
+
 def gpu_limits() -> Limits:
     """Nominal bandwidth, or that of a large copy where the device is not known; a large GEMM.
 
     Products of 8 bits are taken to be twice as fast as those of 16.
     """
-    x = torch.randint(-(2**31), 2**31, (1 << 28,), dtype=torch.int32, device="cuda")
-    y = torch.empty_like(x)
-    clock = CLOCKS["cuda"]
-    copied = 2 * x.nbytes / clock.times([clock.sample(lambda i: y.copy_(x), 1)])[0]
+    copied, clock = copied_bandwidth(), CLOCKS["cuda"]
     rows, outputs, inputs = 4096, 28672, 4096
     a, b = (torch.randn(n, inputs, dtype=torch.bfloat16, device="cuda") for n in (rows, outputs))
     taken = clock.times([clock.sample(lambda i: F.linear(a, b), 1)])[0]

@@ -17,7 +17,7 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 
-STEPS = [Step(1, 2.0, 1.9, 0.1), Step(16, 4.0, 3.0, 0.2)]
+STEPS = [Step(1, 2.0, 1.9, 0.1, 1.4), Step(16, 4.0, 3.0, 0.2, 2.0)]
 FIGURES = Figures("a8w8c8", STEPS, 100.0, 6.25, 8 * 10**9, 2 * 10**9, 11 * 10**9)
 
 
@@ -41,6 +41,19 @@ def test_prompts_that_count_as_computed(tiny_llama):
     assert engine.stats().free == 6
 
 
+def test_the_bytes_that_a_step_reads(make_model):
+    folder = make_model("qwen3_moe", moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+    engine = Engine.from_pretrained(folder, config=EngineConfig(max_model_len=128, kv_blocks=2))
+    model = engine.model
+    parts = [layer.feed_forward for layer in model.layers]
+    experts = sum(part.gate_up.nbytes + part.down.nbytes for part in parts)
+    whole = model.head.nbytes + sum(layer.nbytes for layer in model.layers)
+    cached = 100 * engine.kv_bytes_per_token
+    assert steps.step_bytes(engine, 1, 0) == whole - experts / 2
+    assert steps.step_bytes(engine, 3, 0) == whole - experts / 8
+    assert steps.step_bytes(engine, 1, 100) - steps.step_bytes(engine, 1, 0) == cached
+
+
 def test_too_few_blocks_change_nothing(tiny_llama):
     config = EngineConfig(max_batch_size=2, max_model_len=128, kv_blocks=2)
     engine = Engine.from_pretrained(tiny_llama, config=config)
@@ -58,7 +71,9 @@ def test_too_few_blocks_change_nothing(tiny_llama):
 
 def test_the_lines_of_a_scheme():
     first, second, last = describe(FIGURES)
-    assert "batch   1:   2.000 ms a step,    500 tokens/s; graph   1.900 ms" in first
+    assert (
+        "batch   1:   2.000 ms a step,    500 tokens/s, 70% of a copy's bandwidth; graph" in first
+    )
     assert "4000 tokens/s" in second
     assert "beyond the graph 25.0%" in second
     assert (
@@ -74,7 +89,7 @@ def test_the_table_holds_all_schemes():
     )
     assert rule.count("---") == 7
     assert rows == [
-        "| a8w8c8 | 500 | 4,000 | 81,920 | 6.2 ms | 5.0% to 25.0% | 11.0 / 10.0 GB |",
+        "| a8w8c8 | 500 (70%) | 4,000 (50%) | 81,920 | 6.2 ms | 5.0% to 25.0% | 11.0 / 10.0 GB |",
     ] * 2  # fmt: skip
 
 
