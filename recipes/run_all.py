@@ -8,7 +8,8 @@ output, with what it printed beside it (`NAME.log`). Recipes that have a report 
 not run again, so a stopped command goes on where it was. The table is `ptq compare`'s: figures are
 factors of the float model's, KL divergences in nats; a run that is red is in it, too. Of several
 models each has a folder of its own below the output. `--record` keeps the figures in
-`measured.csv`, by which other runs are judged, and writes `RESULTS.md` again. Exit codes: 0 where
+`measured.csv`, by which other runs are judged, and certificates that were made (`--set
+report.certificate=quick`) in `certified.csv`, and writes `RESULTS.md` again. Exit codes: 0 where
 all recipes ran, 2 where some could not.
 """
 
@@ -28,11 +29,12 @@ from formats.command import run_command
 from formats.errors import RecipeError, suggestion
 from formats.files import replace_file
 from formats.namespace import ROOT
-from ptq.output import REPORT_FOLDER, is_taken
+from ptq.certify.certificate import read_certificate
+from ptq.output import CHECKPOINT_FOLDER, REPORT_FOLDER, is_taken
 from ptq.recipe.own_model import shipped_paths
 from ptq.report import comparison
 from ptq.report.data import ReportData
-from recipes import results
+from recipes import certified, results
 
 REPORT = Path(REPORT_FOLDER) / "report.json"
 
@@ -158,11 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             shared = {"model": name, "text": arguments.text, "original_bits": bits[name]}
             runs = {n: r for n, r in reports.items() if isinstance(r, ReportData)}
             results.record(results.row_of(n, report, **shared) for n, report in runs.items())
+            found = ((path.name, read_certificate(path / CHECKPOINT_FOLDER)) for path in ran)
+            certified.record(certified.row_of(name, n, own) for n, own in found if own is not None)
     print("\n".join(tables), end="")
     if tables and arguments.markdown is not None:
         replace_file(arguments.markdown, "\n".join(tables).encode())
     if tables and arguments.record:
         results.main()
+        certified.main()
     for line in failed:
         print(f"FAILED: {line}")
     return 2 if failed else 0
