@@ -78,6 +78,7 @@ class FirstBackend:
     ) -> None:
         self._inner, self._config, self._start = inner, config, start
         self.device, self.dtype = inner.device, inner.dtype
+        self.same_bits = inner.same_bits
         ranks, own = config.tensor_parallel, side or side_of
         self._first = RankSpec(0, ranks, open, config, others, "", 1, own)
 

@@ -161,6 +161,7 @@ class RankFactory(ABC):
     ) -> None:
         self._inner, self._shard, self._group, self._check = inner, shard, group, check
         self.device, self.dtype = inner.device, inner.dtype
+        self.same_bits = inner.same_bits
 
     def check(self, config: ModelConfig) -> None:
         """Refuse what the device does not run."""

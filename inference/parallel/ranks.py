@@ -96,7 +96,7 @@ class RankProcess:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        memory = "; if nobody killed it, memory ran out" if code == -9 else ""
+        memory = " (killed, or memory ran out)" if code == -9 else ""
         return f"died with exit code {code}{memory}"
 
 
