@@ -14,7 +14,6 @@ written below the folder once; the checkpoint that is made is removed.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -58,13 +57,13 @@ class Timed(NamedTuple):
         lines: Its report, line by line.
         seconds: Of the whole shape.
         block: Of one block in the middle.
-        digest: SHA-256 of the checkpoint's files.
+        hashes: SHA-256 of the checkpoint's files, by their path in it.
     """
 
     lines: list[str]
     seconds: float
     block: float
-    digest: str
+    hashes: dict[str, str]
 
 
 def _devices(arguments: argparse.Namespace) -> list[str | None]:
@@ -89,25 +88,24 @@ def _run(arguments: argparse.Namespace, model: Path, blocks: int, device: str | 
     tokens = random_tokens(arguments.samples, arguments.length, vocabulary)
     watch = BlockWatch()
     result = quantize_tokens(plan, tokens, force=True, progress=False, watch=watch)
-    digest = _digest(result.checkpoint)
+    hashes = _hashes(result.checkpoint)
     shutil.rmtree(output)
     each = median([block.seconds for block in result.blocks])
     whole = result.seconds["total"] + (blocks - len(result.blocks)) * each
     title = [] if device is None else [f"device: {device}"]
-    return Timed([*title, *lines(result, watch, blocks, whole)], whole, each, digest)
+    return Timed([*title, *lines(result, watch, blocks, whole)], whole, each, hashes)
 
 
-def _digest(checkpoint: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(checkpoint.rglob("*")):
-        if path.is_file():
-            digest.update(f"{path.relative_to(checkpoint)} {sha256_file(path)}\n".encode())
-    return digest.hexdigest()
+def _hashes(checkpoint: Path) -> dict[str, str]:
+    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    return {path.relative_to(checkpoint).as_posix(): sha256_file(path) for path in paths}
 
 
 def _compared(timed: Timed, first: Timed) -> str:
     """A run beside the first one."""
-    same = "the same bytes" if timed.digest == first.digest else "OTHER BYTES"
+    names = sorted(timed.hashes.keys() | first.hashes.keys())
+    others = [name for name in names if timed.hashes.get(name) != first.hashes.get(name)]
+    same = f"OTHER BYTES in {', '.join(others)}" if others else "the same bytes"
     whole, block = timed.seconds / first.seconds, timed.block / first.block
     return f"{whole:.0%} of the first run's time, a block {block:.0%}; {same}"
 

@@ -26,3 +26,11 @@ def test_runs_on_several_devices_are_told_beside_the_first(tiny_llama, tmp_path,
     assert "device: {cpus: 1}" in told
     assert "device: {cpus: 2}" in told
     assert told.endswith("; the same bytes\n")
+
+
+def test_a_run_beside_the_first_names_files_that_differ():
+    first = time_quantizing.Timed([], 10.0, 1.0, {"a": "1", "b": "2"})
+    second = time_quantizing.Timed([], 6.0, 0.5, {"a": "1", "b": "3", "c": "4"})
+    compared = time_quantizing._compared
+    assert compared(second, first).endswith("block 50%; OTHER BYTES in b, c")
+    assert compared(first, first) == "100% of the first run's time, a block 100%; the same bytes"
