@@ -19,7 +19,7 @@ from inference.models.latent import LatentProjections
 from inference.models.read import StoredLinear
 from kernels.attention_inputs import AttentionInputs
 from kernels.cpu import native
-from kernels.cpu.structures import FORMATS
+from kernels.cpu.structures import FLOATS, FORMATS
 from kernels.cpu.weights import (
     FloatWeight,
     NativeWeight,
@@ -83,7 +83,9 @@ class Linear:
         """Whether its weight is."""
         own = self.weight
         if isinstance(own, NativeWeight):
-            return native.header(own.packed).format > FORMATS["bf16"]
+            return native.header(own.packed).format not in [
+                FORMATS[name] for name in FLOATS.values()
+            ]
         return not isinstance(own, FloatWeight)
 
     @property

@@ -32,6 +32,8 @@ from inference.models.rotary import with_divided_input
 from inference.models.shapes import check_shapes
 from kernels.numerics import dequantize
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class Decoder(Generic[L, X]):
     """A loaded decoder.
@@ -117,7 +119,7 @@ class Decoder(Generic[L, X]):
         if shared is not None:
             return shared
         own = parts.finite(f"{EMBEDDING}.weight").to(self._factory.device)
-        return own if own.dtype in (torch.float32, torch.bfloat16) else own.to(self.dtype)
+        return own if own.dtype in FLOATS else own.to(self.dtype)
 
     def _head_values(self) -> Tensor:
         """The quantized head in floats, where its layout gives no rows."""

@@ -20,7 +20,7 @@ from kernels.attention_inputs import KVPool
 from kernels.cpu import native
 from kernels.cpu.lora import LoraTable
 from kernels.cpu.native_attention import check_pool, formats
-from kernels.cpu.structures import ACTIVATIONS, FORMATS, STORAGE_NAMES, pointer
+from kernels.cpu.structures import ACTIVATIONS, FLOATS, FORMATS, pointer
 from kernels.packed_cache import channels
 
 PACKED_ROWS = -1  # format of an embedding that is the rows of a packed weight
@@ -194,7 +194,7 @@ class FusedDecoder:
             dim,
             native.header(spec.blocks[0].down.packed).inputs,
             self._vocabulary,
-            PACKED_ROWS if table is None else FORMATS[STORAGE_NAMES[table.dtype]],
+            PACKED_ROWS if table is None else FORMATS[FLOATS[table.dtype]],
             ACTIVATIONS[spec.activation],
             spec.embedding_scale,
             spec.eps,

@@ -153,7 +153,7 @@ def pack(
     """Pack a weight for the instruction set in use.
 
     Args:
-        q: [N, K]: fp32, bf16, e4m3 or int8 (int4 one a byte, in [-8, 7]).
+        q: [N, K]: fp32, bf16, fp16, e4m3 or int8 (int4 one a byte, in [-8, 7]).
         fmt: `FORMATS`.
         scale: fp32 [N, groups], or None.
         zero: int8 [N, groups], or None for symmetric integers.

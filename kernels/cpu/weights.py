@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import native
+from kernels.cpu.structures import FLOATS
 from kernels.numerics import TYPES, dequantize
 
 
@@ -85,9 +86,9 @@ def pack_float_weight(
     """
     weight = weight.detach()
     if native.library() is not None and dtype == torch.float32:
-        held = weight if weight.dtype == torch.bfloat16 else weight.float()
-        name = "bf16" if held.dtype == torch.bfloat16 else "f32"
-        return NativeWeight(native.pack(held, name, bias=bias), weight.shape[0])
+        held = weight if weight.dtype in FLOATS else weight.float()
+        packed = native.pack(held, FLOATS[held.dtype], bias=bias)
+        return NativeWeight(packed, weight.shape[0])
     bias = None if bias is None else bias.detach().to(dtype)
     return FloatWeight(weight.to(dtype).contiguous(), bias)
 

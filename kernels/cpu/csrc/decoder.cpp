@@ -121,11 +121,9 @@ class StepRunner {
       } else if (d_.embedding_format == kPackedRows) {
         unpack_row(*(const Packed*)d_.embedding, s_.ids[t], to);
       } else {
-        const uint16_t* from = (const uint16_t*)d_.embedding + s_.ids[t] * d_.hidden;
-        for (int64_t i = 0; i < d_.hidden; i++) {
-          const uint32_t wide = (uint32_t)from[i] << 16;
-          memcpy(to + i, &wide, 4);
-        }
+        const uint8_t* from = (const uint8_t*)d_.embedding + s_.ids[t] * d_.hidden * 2;
+        for (int64_t i = 0; i < d_.hidden; i++)
+          to[i] = value_at(d_.embedding_format, from, i, 0.0f);
       }
       if (d_.embedding_scale != 1.0f)
         for (int64_t i = 0; i < d_.hidden; i++) to[i] *= d_.embedding_scale;

@@ -40,7 +40,7 @@ struct Block {
 
 struct Decoder {
   const Block* blocks;
-  const void* embedding;    // [vocabulary, hidden], fp32 or bf16; or a packed weight
+  const void* embedding;    // [vocabulary, hidden], fp32, bf16 or fp16; or a packed weight
   const float* norm;        // [hidden]
   const float* growth;      // [positions], factor of q, or null
   Layer head;

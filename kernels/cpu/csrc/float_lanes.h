@@ -1,5 +1,5 @@
 // From the 32 bits of a lane of a packed weight to fp32. A lane holds consecutive inputs of one
-// output: one fp32, two bf16, four e4m3, four int8 or eight int4. What is decoded stands for the
+// output: one fp32, two bf16 or fp16, four e4m3, four int8 or eight int4. What is decoded stands for the
 // weight up to a power of two, which spares instructions and costs no bit.
 
 #if defined(PTQ_ISA_AVX512)
@@ -11,6 +11,15 @@ static inline vf as_float(vi v) { return _mm512_castsi512_ps(v); }
 // Sign and 7 bits of every second byte, where bf16 has them: of each pair of bytes the high one.
 static inline vi high_bytes(vi v) { return keep(_mm512_srai_epi16(v, 4), 0x87f087f0u); }
 static inline vi low_bytes(vi v) { return high_bytes(_mm512_slli_epi16(v, 8)); }
+// The low fp16 of all lanes, then the high ones.
+static inline vi halves_apart(vi v) {
+  const vi pairs = _mm512_set4_epi32(0x0f0e0b0a, 0x07060302, 0x0d0c0908, 0x05040100);
+  const vi order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
+  return _mm512_permutexvar_epi64(order, _mm512_shuffle_epi8(v, pairs));
+}
+static inline vf from_half(vi v, int high) {
+  return _mm512_cvtph_ps(high ? _mm512_extracti64x4_epi64(v, 1) : _mm512_castsi512_si256(v));
+}
 #elif defined(PTQ_ISA_AVX2)
 static inline vi lane_bits(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 static inline vi shift_left(vi v, int n) { return _mm256_slli_epi32(v, n); }
@@ -20,6 +29,15 @@ static inline vf as_float(vi v) { return _mm256_castsi256_ps(v); }
 // Sign and 7 bits of every second byte, where bf16 has them: of each pair of bytes the high one.
 static inline vi high_bytes(vi v) { return keep(_mm256_srai_epi16(v, 4), 0x87f087f0u); }
 static inline vi low_bytes(vi v) { return high_bytes(_mm256_slli_epi16(v, 8)); }
+// The low fp16 of all lanes, then the high ones.
+static inline vi halves_apart(vi v) {
+  const vi pairs = _mm256_set_epi32(0x0f0e0b0a, 0x07060302, 0x0d0c0908, 0x05040100, 0x0f0e0b0a,
+                                    0x07060302, 0x0d0c0908, 0x05040100);
+  return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(v, pairs), 0xd8);
+}
+static inline vf from_half(vi v, int high) {
+  return _mm256_cvtph_ps(high ? _mm256_extracti128_si256(v, 1) : _mm256_castsi256_si128(v));
+}
 #else
 typedef uint32_t vu __attribute__((vector_size(32)));
 static inline vi lane_bits(const uint8_t* p) {
@@ -36,6 +54,12 @@ static inline vi high_bytes(vi v) {
   return (vi)(((vu)v & 0x80008000u) | (((vu)v >> 4) & 0x07f007f0u));
 }
 static inline vi low_bytes(vi v) { return high_bytes(shift_left(keep(v, 0x00ff00ffu), 8)); }
+static inline vi halves_apart(vi v) { return v; }
+// As fp32 2^-112 of it, subnormal numbers too; infinity and NaN are no weights.
+static inline vf from_half(vi v, int high) {
+  const vu u = high ? (vu)v : (vu)v << 16;
+  return (vf)((u & 0x80000000u) | ((u & 0x7fff0000u) >> 3)) * 0x1p112f;
+}
 #endif
 
 // Each lane type: kInputs; read() of W lanes; input(j), which is w / kUnit; kRow, a power of two
@@ -56,6 +80,14 @@ struct LaneBF16 {
   inline vf input(int j) const {
     return as_float(j == 0 ? shift_left(bits, 16) : keep(bits, 0xffff0000u));
   }
+};
+
+struct LaneF16 {
+  static constexpr int kInputs = 2;
+  static constexpr float kUnit = 1.0f, kRow = 1.0f;
+  vi halves;
+  static inline LaneF16 read(const uint8_t* p) { return {halves_apart(lane_bits(p))}; }
+  inline vf input(int j) const { return from_half(halves, j); }
 };
 
 #if defined(PTQ_ISA_AVX512)

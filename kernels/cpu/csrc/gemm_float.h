@@ -1,7 +1,7 @@
 // Linear layers of fp32 activations with weights of any format.
 //
-// Panels of kF32, kBF16 and kF8 are as those of the integers (api.h): a group is
-// [ceil(g / n)][panel][n] values, n = 1, 2 and 4 of them in 32 bits, then the scales.
+// Panels of kF32, kBF16, kF16 and kF8 are as those of the integers (api.h): a group is
+// [ceil(g / n)][panel][n] values, n = 1, 2, 2 and 4 of them in 32 bits, then the scales.
 //
 // Every output is summed in one order, whatever the number of rows and threads: by segments, which
 // are what is left of a group after cuts at every kChunk inputs,
@@ -296,6 +296,7 @@ static void linear_float(const LinearArgs& a, const Team& team) {
   const Packed& w = *a.weight;
   if (w.format == kF32) return linear_of<LaneF32, false>(a, team);
   if (w.format == kBF16) return linear_of<LaneBF16, false>(a, team);
+  if (w.format == kF16) return linear_of<LaneF16, false>(a, team);
   if (w.format == kF8) return linear_of<LaneF8, false>(a, team);
   if (w.format == kI8 && w.has_zero) return linear_of<LaneI8, true>(a, team);
   if (w.format == kI8) return linear_of<LaneI8, false>(a, team);

@@ -11,7 +11,7 @@ static inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b
 
 // Inputs of one lane's 32 bits.
 static inline int64_t lane_inputs(int32_t format) {
-  return format == kF32 ? 1 : format == kBF16 ? 2 : format == kI4 ? 8 : 4;
+  return format == kF32 ? 1 : format == kBF16 || format == kF16 ? 2 : format == kI4 ? 8 : 4;
 }
 
 static inline int64_t group_bytes_of(const Source& s, int64_t inputs) {

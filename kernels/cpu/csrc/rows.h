@@ -29,6 +29,13 @@ static inline float value_at(int32_t format, const uint8_t* p, int64_t i, float 
     memcpy(&value, &bits, 4);
     return value * 0x1p120f;
   }
+  if (format == kF16) {  // likewise 2^-112
+    uint16_t half;
+    memcpy(&half, p + 2 * i, 2);
+    bits = (uint32_t)(half & 0x8000) << 16 | (uint32_t)(half & 0x7fff) << 13;
+    memcpy(&value, &bits, 4);
+    return value * 0x1p112f;
+  }
   if (format == kBF16) {
     uint16_t half;
     memcpy(&half, p + 2 * i, 2);
@@ -42,7 +49,8 @@ static inline float value_at(int32_t format, const uint8_t* p, int64_t i, float 
 
 // Row `row` of w, [inputs]: (q - zero) * scale, as numerics.py dequantizes.
 static inline void unpack_row(const Packed& w, int64_t row, float* out) {
-  const int64_t each = w.format == kF32 ? 1 : w.format == kBF16 ? 2 : w.format == kI4 ? 8 : 4;
+  const bool half = w.format == kBF16 || w.format == kF16;
+  const int64_t each = w.format == kF32 ? 1 : half ? 2 : w.format == kI4 ? 8 : 4;
   const int64_t lane = row % w.panel;
   const uint8_t* group = (const uint8_t*)&w + w.data_offset + row / w.panel * w.panel_bytes;
   for (int64_t begin = 0; begin < w.inputs; begin += w.group, group += w.group_bytes) {

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels.cpu import native
-from kernels.cpu.structures import LinearArgs
+from kernels.cpu.structures import FLOATS, LinearArgs
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 SIZES = [(1, 1), (3, 7), (33, 61), (61, 33), (96, 288), (130, 577), (33, 1025), (16, 4544)]  # N, K
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 
 
 KINDS = [
-    *[Kind("f32"), Kind("bf16"), Kind("fp8_e4m3", 33), Kind("fp8_e4m3"), Kind("int8")],
+    *[Kind("f32"), Kind("bf16"), Kind("f16"), Kind("fp8_e4m3", 33), Kind("fp8_e4m3"), Kind("int8")],
     *[Kind("fp8_e4m3", 128), Kind("int8", 128), Kind("int8", 32, True), Kind("int8", None, True)],
     *[Kind("int8", 33, True), Kind("int4"), Kind("int4", 64), Kind("int4", 32, True)],
     *[Kind("int4", 128, True), Kind("int4", None, True), Kind("int4", 33, True)],
@@ -56,6 +56,9 @@ def codes_of(fmt: str, outputs: int, inputs: int) -> torch.Tensor:
     if fmt in ("f32", "bf16"):
         return torch.randn(outputs, inputs).to(torch.float32 if fmt == "f32" else torch.bfloat16)
     turn = torch.arange(outputs)[:, None] * 11 + torch.arange(inputs)
+    if fmt == "f16":  # every subnormal number is among them
+        bits = turn * (7 if outputs * inputs > 9000 else 149) % 63488
+        return torch.where(bits < 31744, bits, bits + 1024).to(torch.uint16).view(torch.float16)
     if fmt == "fp8_e4m3":
         finite = [c for c in range(256) if c & 0x7F != 0x7F]
         return torch.tensor(finite, dtype=torch.uint8)[turn % 254].view(torch.float8_e4m3fn)
@@ -72,7 +75,7 @@ def weight(kind: Kind, outputs: int, inputs: int, with_bias: bool = True) -> Wei
     if asymmetric:
         zero = torch.randint(-128, 128, (outputs, groups), dtype=torch.int8)
         values = values - zero[:, of]
-    if fmt not in ("f32", "bf16"):
+    if fmt not in FLOATS.values():
         scale = torch.rand(outputs, groups) + 0.5
         if fmt == "int4" and groups > 1:
             scale = scale.bfloat16().float()  # is packed as bf16
