@@ -12,10 +12,11 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inference.beam_search import BeamParams
 from inference.requests.request import SamplingParams
 from inference.server.call import Call
-from inference.server.formatters.formatter import Formatter, answer
-from inference.server.http.responses import dumps, unless_gone
+from inference.server.formatters.formatter import OF_BEAMS, Formatter, answer
+from inference.server.http.responses import ApiError, dumps, unless_gone
 from inference.server.schema.generation import LIMITS, Body, Int
 from inference.server.served_model import ServedModel
 from inference.server.stream import Delta
@@ -34,7 +35,7 @@ class GenerateBody(Body):
         top_p: Of the likeliest tokens, as few as reach this probability.
         min_p: Only tokens at least so likely as this part of the likeliest one's probability.
         repetition_penalty: Divides the logits of tokens of prompt and answer.
-        num_beams: Search with so many beams instead.
+        num_beams: Search with so many beams instead, from 2 on; then nothing is sampled.
         length_penalty: Of a beam search.
         early_stopping: Of a beam search.
         seed: Of the random numbers.
@@ -63,6 +64,7 @@ class GenerateBody(Body):
 
 
 SAME = "top_k top_p min_p repetition_penalty seed".split()
+NOT_OF_BEAMS = (*SAME, "do_sample", "temperature", "stop")
 
 
 async def generate(request: Request, served: ServedModel, body: GenerateBody) -> Response:
@@ -78,14 +80,29 @@ async def generate_stream(request: Request, served: ServedModel, body: GenerateB
 async def _answer(
     request: Request, served: ServedModel, body: GenerateBody, *, stream: bool
 ) -> Response:
+    _check_beams(body, stream=stream)
     prompt = await unless_gone(request, served.in_thread(lambda: served.encode(body.prompt)))
     params = SamplingParams(
         max_tokens=min(body.max_new_tokens, served.check_length(len(prompt), "prompt")),
         temperature=body.temperature if body.do_sample else 0.0,
         **body.model_dump(include={*SAME}),
     )
-    call = Call(served, [prompt], [params], tuple(body.stop))
+    beams = None
+    if body.num_beams > 1:
+        own = {"beam_width": body.num_beams, "max_tokens": params.max_tokens}
+        beams = [BeamParams(**own, **body.model_dump(include={*OF_BEAMS}))]
+    call = Call(served, [prompt], [params], tuple(body.stop), beams=beams)
     return await answer(request, GenerateFormatter(call), stream=stream)
+
+
+def _check_beams(body: GenerateBody, *, stream: bool) -> None:
+    """Refuse what does not go with a beam search, or goes with nothing else."""
+    search, fields = body.num_beams > 1, GenerateBody.model_fields
+    names = NOT_OF_BEAMS if search else OF_BEAMS
+    given = [name for name in names if getattr(body, name) != fields[name].default]
+    for name in ["stream"] * (search and stream) + given:
+        reason = "has no place in a beam search" if search else "needs num_beams of 2 or more"
+        raise ApiError(400, f"{name}: it {reason}; leave it out", name, "invalid_value")
 
 
 class GenerateFormatter(Formatter):

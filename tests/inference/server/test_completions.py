@@ -208,7 +208,9 @@ def test_an_answer_longer_than_the_context_ends_with_it():
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_beams_are_searched_where_a_width_is_given():
+@pytest.fixture
+def searching():
+    """An engine whose beam searches are recorded, and the list of them."""
     searches = []
 
     async def beam(prompt, params):
@@ -220,6 +222,11 @@ def test_beams_are_searched_where_a_width_is_given():
         engine.client.beam = beam  # type: ignore[method-assign]
         return engine
 
+    return make, searches
+
+
+def test_beams_are_searched_where_a_width_is_given(searching):
+    make, searches = searching
     body = {"prompt": [IDS, [4]], "beam_width": 3, "n": 2, "length_penalty": 0, "max_tokens": 9}
     answer = complete(body | {"temperature": 0, "early_stopping": True}, make=make)
     assert [c["text"] for c in answer["choices"]] == [text_of([65]), text_of([66])] * 2
@@ -244,3 +251,22 @@ def test_generate_answers_as_the_server_it_is_ported_from():
         assert end == b""
         assert told[-1] == text
         assert told == sorted(told, key=len)
+
+
+def test_generate_searches_beams_and_takes_no_field_without_effect(searching):
+    make, searches = searching
+    body = {"prompt": "def add", "max_new_tokens": 4, "num_beams": 3, "length_penalty": 2.0}
+    assert post("/generate", body, make=make).json() == {"text": text_of([65])}
+    params = BeamParams(beam_width=3, max_tokens=4, length_penalty=2.0)
+    assert searches == [(tokenizer()("def add")["input_ids"], params)]
+    for name, value in {
+        "temperature": 0.5,
+        "do_sample": True,
+        "stop": ["x"],
+        "stream": True,
+    }.items():
+        error = post("/generate", body | {name: value}, make=make).json()["error"]
+        assert error["param"] == name
+        assert "no place in a beam search" in error["message"]
+    error = post("/generate", body | {"num_beams": 1}).json()["error"]
+    assert (error["param"], "num_beams" in error["message"]) == ("length_penalty", True)
