@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.bench import shapes
-from kernels.bench.shapes import ALL_REDUCE, CPU_FAMILIES, FAMILIES, count, layer
+from kernels.bench.shapes import ALL_REDUCE, CPU_FAMILIES, FAMILIES, LINKS, count, layer
 
 KERNELS = """\
 Every kernel beside its floor and what torch has for it: the kernels of the GPU where there is one,
@@ -23,11 +23,13 @@ else the compiled ops of the CPU.
     ptq bench --kernels --table --peers --markdown kernels.md
     ptq bench --kernels w4a16 w8a8 --shapes 4096x4096 --rows 1 64
     ptq bench --kernels all_reduce --ranks 2
+    ptq bench --kernels links
 
 "plain" and "gain" are of the plain Triton kernel where the one that runs has its layouts stated;
 "+ quant" is what quantizing the inputs adds to the op before; "published" are times of other
 kernels on the same device, measured once (kernels/bench/peers/published_peers.json). The sum over
-GPUs of a host with what follows it, all_reduce, is measured alone, by processes that it starts.
+GPUs of a host with what follows it, all_reduce, is measured alone, by processes that it starts;
+so is what it takes from one kernel to the next, links.
 """
 TUNE = """\
 Measure tiles on this GPU and write the device's table. What it has for other families or shapes is
@@ -47,7 +49,7 @@ def parse_kernels(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser("--kernels", KERNELS)
     add = parser.add_argument
     known = f"of a GPU {', '.join(FAMILIES)}; of a CPU {', '.join(CPU_FAMILIES)}"
-    known = f"default: all; {known}; of several GPUs {ALL_REDUCE}"
+    known = f"default: all; {known}; of several GPUs {ALL_REDUCE}; alone: {LINKS}"
     add("families", nargs="*", metavar="FAMILY", help=known)
     add("--device", help="cuda or cpu; default: cuda where torch sees a GPU")
     add("--table", action="store_true", help="of a GPU the rows that matter most")
@@ -62,8 +64,9 @@ def parse_kernels(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.device not in (None, "cpu", "cuda"):
         parser.error(f"--device: found {arguments.device!r}; allowed are cuda and cpu")
-    if ALL_REDUCE in arguments.families:
-        _check_ranks(parser, arguments)
+    for name in (ALL_REDUCE, LINKS):
+        if name in arguments.families:
+            _check_alone(parser, name, arguments)
     for path in (arguments.json, arguments.markdown):
         if path is not None and not path.parent.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}; make it first")
@@ -72,7 +75,7 @@ def parse_kernels(argv: Sequence[str] | None) -> argparse.Namespace:
 
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments.peers |= arguments.device == "cpu"
-    if ALL_REDUCE in arguments.families:
+    if {ALL_REDUCE, LINKS} & {*arguments.families}:
         return arguments
     if arguments.ranks:
         parser.error(f"--ranks: only {ALL_REDUCE} has ranks; name it as the family")
@@ -86,21 +89,25 @@ def parse_kernels(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _check_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Sums over ranks are measured alone and in their own sizes."""
+def _check_alone(
+    parser: argparse.ArgumentParser, family: str, arguments: argparse.Namespace
+) -> None:
+    """Sums over ranks and links are measured alone and in their own sizes."""
     if len(arguments.families) > 1:
-        parser.error(f"found {ALL_REDUCE} beside other families; it is measured alone")
+        parser.error(f"found {family} beside other families; it is measured alone")
     if arguments.device == "cpu":
-        parser.error(f"--device: found cpu; {ALL_REDUCE} runs on GPUs")
-    for name in ("table", "peers", "shapes", "rows", "most", "markdown"):
-        if getattr(arguments, name):
-            parser.error(f"--{name}: {ALL_REDUCE} takes --ranks and --json alone")
+        parser.error(f"--device: found cpu; {family} runs on GPUs")
+    own = ["ranks"] if family == ALL_REDUCE else []
+    for name in ("table", "peers", "shapes", "rows", "most", "markdown", "ranks"):
+        if getattr(arguments, name) and name not in own:
+            takes = " and ".join(f"--{option}" for option in [*own, "json"])
+            parser.error(f"--{name}: {family} takes {takes} alone")
 
 
 def kernels(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 where a result was wrong, 2 where there is nothing to run."""
     arguments = parse_kernels(argv)
-    if ALL_REDUCE in arguments.families or arguments.device == "cuda":
+    if {ALL_REDUCE, LINKS} & {*arguments.families} or arguments.device == "cuda":
         from kernels.devices import run_on_gpu
 
         return run_on_gpu(lambda device: _measure_on_gpu(arguments, device))
@@ -121,6 +128,10 @@ def _measure_on_gpu(arguments: argparse.Namespace, device: Any) -> int:
         from kernels.bench import all_reduce  # Triton, which is there on a GPU alone
 
         return all_reduce.measure(arguments)
+    if LINKS in arguments.families:
+        from kernels.bench import links  # likewise
+
+        return links.measure(arguments, device)
     from kernels.bench.measure import measure
 
     return measure(arguments, device)

@@ -19,6 +19,7 @@ SMALL_FLOATS = {"w4a16_nvfp4": 16, "w4a16_mxfp4": 32}  # e2m1 weights, that many
 LAYERS = (*GROUPED, *SMALL_FLOATS, *INTEGERS, "fp8", "fp8_block", "w16a16")
 FAMILIES = (*LAYERS, "experts", "attention", "prefill", "attention_kinds", "fused", "sampling")
 ALL_REDUCE, RANKS = "all_reduce", (2, 4, 8)  # measured alone, by processes with a GPU each
+LINKS = "links"  # measured alone
 CPU_LAYERS = ("w8a8", "w4a8", "w8a16", "w4a16", "fp8", "w16a16")
 CPU_FAMILIES = (*CPU_LAYERS, "attention", "fused")
 

@@ -171,3 +171,11 @@ def test_ranks_in_processes(ranks):
 def test_exchanges_are_counted_alike_by_all_warps():
     """Warps that are late, since the SM has other work, read the same number."""
     assert on_ranks(2, many_exchanges, HIDDEN) == [[], []]
+
+
+def test_links_between_kernels_are_measured():
+    from kernels.bench.links import links
+
+    found = list(links(torch.device("cuda", 0)))
+    assert [link.way for link in found] == ["kernel", "early kernel"] * 3 + ["barrier"] * 2
+    assert all(0.1 < link.us < 50 for link in found)
