@@ -47,7 +47,7 @@ from inference.scheduling.blocks import BlockChanges, BlockManager, KVStats
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Held, Terms, check_beams
 from inference.scheduling.sequence import Sequence as TokenSequence
-from inference.scheduling.states import SNAPSHOTS, StateRows, piece_of
+from inference.scheduling.states import DRAFTS, SNAPSHOTS, StateRows, piece_of
 from inference.scheduling.work import Work
 from inference.speculate.chain import Target
 from inference.speculate.decoder import SpeculativeDecoder
@@ -129,23 +129,28 @@ class Engine:
         if not (isinstance(shape, CodeShape) and shape.structure.mixers):
             return None, 0
         assert isinstance(self.model, CodeModel)
-        if config.speculate is not None:
-            raise self._no_drafts()
+        own, places = config.speculate, config.max_batch_size
+        if own is not None and not self.backend.same_bits:
+            raise EngineError(
+                f"{self.checkpoint.config.get('model_type')} keeps a recurrent state, which goes "
+                "back over drafts on a CPU alone; run it without speculate"
+            )
         kept = config.state_snapshots if config.prefix_cache else 0
-        places = config.max_batch_size
         rows = StateRows(
             places + 1,
             max(places, SNAPSHOTS) if kept is None else kept,
             piece_of(config.max_batched_tokens, places),
+            0 if own is None else max(places, DRAFTS, own.depth or 0),
         )
-        return rows, self.model.keep_states(rows.rows)
-
-    def _no_drafts(self) -> EngineError:
-        """Why a model that keeps a recurrent state has no drafts."""
-        return EngineError(
-            f"{self.checkpoint.config.get('model_type')} keeps a recurrent state, which does not "
-            "go back over drafts that are not accepted; run it without speculate"
-        )
+        try:
+            return rows, self.model.keep_states(rows.rows)
+        except RuntimeError as error:
+            if not self.backend.ran_out(error):
+                raise
+            raise EngineError(
+                f"memory is too small: {rows.rows} rows of recurrent states found no room; lower "
+                "max_batch_size or state_snapshots"
+            ) from error
 
     def _start(self) -> None:
         """Be ready for the first request."""
@@ -291,10 +296,14 @@ class Engine:
             depth: Drafts of each request in a step; default: as many as pay.
 
         Raises:
-            EngineError: the model keeps a recurrent state.
+            EngineError: the model keeps a recurrent state, and the engine none before drafts.
         """
-        if proposer is not None and self._blocks.states is not None:
-            raise self._no_drafts()
+        states = self._blocks.states
+        if proposer is not None and states is not None and not states.drafts:
+            raise EngineError(
+                "this engine has no rows for recurrent states before drafts; make it with "
+                "EngineConfig(speculate=...)"
+            )
         places = self.config.max_batch_size
         self.speculation = None if proposer is None else SpeculativeDecoder(proposer, places, depth)
         self._scheduler.drafter = self.speculation

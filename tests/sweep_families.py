@@ -119,7 +119,7 @@ def run_steps(model_type: str, folder: Path, passed: list[str]) -> str | None:
     except CheckpointError as refused:
         if through_interface(model_type):
             raise
-        return f"not through transformers' attention interface: {_line(refused)}"
+        return f"refused: {_line(refused)}"
     passed.append(STEPS[0])
     family = find_family(config.to_dict())
     latent = family is not None and isinstance(family.attention, LatentAttention)

@@ -9,6 +9,7 @@ from tests.sweep_families import STEPS, try_type, why_left_out
 SAMPLE = ("apertus", "gpt_bigcode", "helium", "nemotron", "dots1", "seed_oss", "hunyuan_v1_moe")
 SAMPLE += ("lfm2",)  # keeps a state
 SAMPLE += ("gemma3n_text", "granitemoe")  # K and V of other blocks; experts in 3-D parameters
+SAMPLE += ("kimi_linear",)  # convolutions that files have one by one
 
 
 @pytest.mark.parametrize("kind", SAMPLE)

@@ -111,7 +111,10 @@ OWN: dict[str, dict[str, Any]] = {  # what the sizes above do not tell
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 2, "state_size": 16},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 128},
+    "olmo_hybrid": {"linear_key_head_dim": 32},
+    "zamba2": {"num_hidden_layers": 3}  # the third has what the second has
+    | {key: ["mamba", "hybrid", "hybrid"] for key in ("layer_types", "layers_block_type")},
     "bloom": {"seq_length": 512},  # as published ones have
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}

@@ -50,7 +50,8 @@ from formats.errors import CheckpointError
 from formats.families.family import GatedMLP, Mixture
 from formats.families.registry import find_family
 from formats.families.sizes import merged_rows
-from formats.modeling.layers import stacks_of
+from formats.modeling.layers import renamed_of, stacks_of
+from formats.stored.names import Renamed
 from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
 
 SHAPE = "weight_shape"
@@ -243,10 +244,18 @@ def split_stored(
 def _split_stacks(
     found: dict[str, TensorFile], files: Mapping[str, StoredTensors], config: Mapping[str, Any]
 ) -> None:
-    """Put experts' layers in the place of parameters of all, as the model's own code has them."""
+    """Put experts' layers in the place of parameters of all, as the model's own code has them.
+
+    What files have by a name of the code gets the one that transformers saves it by: it saves some
+    under others than they were published (the dense block of Kimi Linear, norms of OLMo Hybrid).
+    """
     if not any(len(file.tensors[name][1]) == 3 for name, file in files.items()):
         return  # and its code is not looked at
-    for parameter, names in stacks_of(config).items():
+    for code, own in renamed_of(config).items():
+        if code in files and own not in files:
+            del found[code]
+            found[own] = Renamed(files[code], code, own)
+    for parameter, names in stacks_of(config, listed=True).items():
         if parameter not in files:
             continue
         file = files[parameter]

@@ -46,13 +46,15 @@ def found_structure(values: Mapping[str, Any]) -> Structure:
         raise _refused(kind, "it is an encoder and a decoder; only decoders are run here")
     model = _model(kind, config)
     mixers = _mixers(kind, model)
-    stored, stacks = take_apart(model)
+    apart = take_apart(model)
     try:
         seen = run(model, masked=not mixers)
     except FAULTS as error:
         raise _refused(kind, _why_not_run(error)) from error
     names = named_modules(model)
     blocks = _calls_by_block(kind, model, seen, names, mixers)
+    stored, tied = apart.stored, tied_names(model)
+    _refuse_shared(kind, tied)
     renamed = {name: own for name, own in stored.items() if name != own}
     modules = _stored_modules(names, stored)
     return Structure(
@@ -62,8 +64,9 @@ def found_structure(values: Mapping[str, Any]) -> Structure:
         norm=_last_norm(model, seen, modules),
         head=modules[model.get_output_embeddings()],
         stored=renamed,
-        stacks=stacks,
-        tied={stored.get(a, a): stored.get(b, b) for a, b in tied_names(model).items()},
+        stacks=apart.stacks,
+        listed=apart.listed,
+        tied={stored.get(a, a): stored.get(b, b) for a, b in tied.items()},
     )
 
 
@@ -106,6 +109,21 @@ def _mixers(kind: str, model: nn.Module) -> dict[str, nn.Module]:
             "from a cache"
         )
         raise _refused(kind, why) from error
+
+
+def _refuse_shared(kind: str, tied: Mapping[str, str]) -> None:
+    """Refuse a model whose blocks have weights of other blocks.
+
+    Raises:
+        CheckpointError: it is such.
+    """
+    for name, other in tied.items():
+        if block_of(name) is not None:
+            why = (
+                f"its blocks share weights ({block_of(name)} has some of {block_of(other)}), and "
+                "every block is quantized and stored with its own here"
+            )
+            raise _refused(kind, why)
 
 
 def _calls_by_block(

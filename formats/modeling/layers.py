@@ -165,9 +165,25 @@ def is_narrow(config: Mapping[str, Any], layer: str) -> bool:
     return find_family(config) is None and layer in structure_of(config).narrow
 
 
-def stacks_of(config: Mapping[str, Any]) -> Mapping[str, tuple[str, ...]]:
-    """`Structure.stacks`; of a model that is declared, or not run here, there are none."""
+def stacks_of(config: Mapping[str, Any], *, listed: bool = False) -> Mapping[str, tuple[str, ...]]:
+    """`Structure.stacks`; of a model that is declared, or not run here, there are none.
+
+    Args:
+        config: config.json.
+        listed: With those of `Structure.listed`.
+    """
+    found = _found(config)
+    return {} if found is None else {**found.stacks, **(found.listed if listed else {})}
+
+
+def renamed_of(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """`Structure.stored`; of a model that is declared, or not run here, nothing is renamed."""
+    found = _found(config)
+    return {} if found is None else found.stored
+
+
+def _found(config: Mapping[str, Any]) -> Structure | None:
     try:
-        return {} if find_family(config) is not None else structure_of(config).stacks
+        return None if find_family(config) is not None else structure_of(config)
     except CheckpointError:  # said where it is run
-        return {}
+        return None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from formats.errors import CheckpointError
+from formats.modeling.stacked_conv import StackedConv
 
 Read = Callable[[str], Tensor]
 FAULTS = (  # of others' code
@@ -79,16 +80,22 @@ def load_own(
             continue
         own = f"{name}.{leaf}" if name else leaf
         reads = _reading_finite(read) if leaf in part._parameters else read
-        value = _value(renamed.get(own, own), tensor, reads, device, dtype)
+        any_rows = isinstance(part, StackedConv)
+        value = _value(renamed.get(own, own), tensor, reads, device, dtype, any_rows)
         _put(part, leaf, value)
     _make_buffers(part, name, owner, device)
 
 
 def _value(
-    name: str, meta: Tensor, read: Read, device: torch.device | str, dtype: torch.dtype
+    name: str,
+    meta: Tensor,
+    read: Read,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    any_rows: bool,
 ) -> Tensor:
     tensor = read(name)
-    check_shape(name, tensor, meta.shape)
+    check_shape(name, tensor, (*tensor.shape[:1], *meta.shape[1:]) if any_rows else meta.shape)
     tensor = tensor.to(device)  # narrow over the bus, wide there
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 

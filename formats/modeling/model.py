@@ -9,7 +9,8 @@ weights lie as [in, out] become linear layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from formats.families.registry import find_family
 from formats.families.sizes import merged_rows
 from formats.modeling.adapters import adapted_model
 from formats.modeling.experts import apart, split_experts
+from formats.modeling.stacked_conv import stack_convs
 from formats.modeling.stored_names import stored_names
 from formats.modeling.trace import is_stack
 from formats.published.known import is_turned
@@ -71,6 +73,21 @@ def meta_model(config: PretrainedConfig, attention: str | None = None) -> nn.Mod
     return model
 
 
+@dataclass(frozen=True)
+class TakenApart:
+    """What the files of a model have in the place of what its code has.
+
+    Attributes:
+        stored: The name in the files of each tensor.
+        stacks: `Structure.stacks`.
+        listed: `Structure.listed`.
+    """
+
+    stored: dict[str, str]
+    stacks: dict[str, tuple[str, ...]]
+    listed: dict[str, tuple[str, ...]]
+
+
 def found_model(
     config: PretrainedConfig, attention: str | None = None
 ) -> tuple[Any, dict[str, str]]:
@@ -80,44 +97,45 @@ def found_model(
         CheckpointError: its files hold tensors otherwise than its code, and are not read here.
     """
     model = built(config, attention)
-    return model, take_apart(model)[0]
+    return model, take_apart(model).stored
 
 
-def take_apart(model: Any) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+def take_apart(model: Any) -> TakenApart:
     """Put linear layers in the place of other modules that are such.
 
     Args:
         model: Of a family without a declaration, from `built`.
 
-    Returns:
-        The name in the files of each tensor; and of each parameter in the files that holds all
-        experts of a block, the names that their layers' weights get, in the order of its rows.
-
     Raises:
         CheckpointError: its files hold tensors otherwise than its code, and are not read here.
     """
     _turn(model)
-    stored: dict[str, str] = {}
-    stacks: dict[str, dict[str, tuple[str, ...]]] = {}
+    found = TakenApart({}, {}, {})
+    several: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, names in stored_names(model).items():
         if len(names) == 1:
-            stored[name] = names[0]
+            found.stored[name] = names[0]
         else:
             module, _, parameter = name.rpartition(".")
-            stacks.setdefault(module, {})[parameter] = names
-    for module, names in stacks.items():
-        stored |= _layers_for(model, module, names)
-    held: dict[str, tuple[str, ...]] = {}
+            several.setdefault(module, {})[parameter] = names
+    for module, names in several.items():
+        if isinstance(model.get_submodule(module), nn.Conv1d):
+            found.stored.update(stack_convs(model, module, names["weight"]))
+        else:
+            _put_layers(model, module, names, found)
     for module, part in list(model.named_modules()):
         if is_stack(part) and (layers := apart(part, (*GATED[:2],), GATED[2])) is not None:
-            own = [stored.pop(f"{module}.{name}") for name in ("gate_up_proj", "down_proj")]
+            own = [found.stored.pop(f"{module}.{name}") for name in ("gate_up_proj", "down_proj")]
             for parameter, leaves in zip(own, (GATED[:2], GATED[2:]), strict=True):
-                held[parameter] = tuple(
-                    f"{module}.{i}.{leaf}.weight" for i in range(len(layers)) for leaf in leaves
-                )
-                stored |= {name: name for name in held[parameter]}
+                found.stacks[parameter] = _rows(module, len(layers), leaves)
+                found.stored.update({name: name for name in found.stacks[parameter]})
             model.set_submodule(module, layers)
-    return stored, held
+    return found
+
+
+def _rows(module: str, count: int, leaves: Sequence[str]) -> tuple[str, ...]:
+    """Names of the weights in a parameter of all experts, in the order of its rows."""
+    return tuple(f"{module}.{i}.{leaf}.weight" for i in range(count) for leaf in leaves)
 
 
 def _turn(model: Any) -> None:
@@ -138,37 +156,37 @@ def built(config: PretrainedConfig, attention: str | None = None) -> Any:
         return adapted or AutoModelForCausalLM.from_config(own, **options)
 
 
-def _layers_for(
-    model: nn.Module, module: str, names: Mapping[str, tuple[str, ...]]
-) -> dict[str, str]:
-    """Put experts' layers in the place of a stack; the stored names of their weights.
+def _put_layers(
+    model: nn.Module, module: str, names: Mapping[str, tuple[str, ...]], found: TakenApart
+) -> None:
+    """Put experts' layers in the place of a stack.
 
     Args:
         model: On the meta device.
         module: Full name of the stack.
         names: Stored names of its parameters, those of all experts' gates before those of all ups.
+        found: Gets the stored names of their weights.
     """
     stack = model.get_submodule(module)
     down = names.get("down_proj", ())
-    both = names.get("gate_up_proj") or names.get("up_proj") or ()
+    first = "gate_up_proj" if "gate_up_proj" in names else "up_proj"
+    both = names.get(first, ())
     groups = [[*both[i : i + len(down)]] for i in range(0, len(both), max(len(down), 1))]
     groups.append([*down])
     leaves = [_leaf(group[0]) for group in groups if group]
     layers = apart(stack, tuple(leaves[:-1]), leaves[-1]) if len(leaves) in (2, 3) else None
     if layers is None:
-        why = "its experts compute otherwise than by a gate, an up and a down projection"
-        if isinstance(stack, nn.Conv1d):
-            why = "the files hold one convolution of its code as several"
         raise CheckpointError(
-            f"{type(stack).__name__}: {why}, which is not read here. Declare its family"
+            f"{type(stack).__name__}: its experts compute otherwise than by a gate, an up and a "
+            "down projection, which is not read here. Declare its family"
         )
     parent, _, own = module.rpartition(".")
     setattr(model.get_submodule(parent), own, layers)
-    return {
-        f"{module}.{i}.{leaf}.weight": stored
-        for leaf, group in zip(leaves, groups, strict=True)
-        for i, stored in enumerate(group)
-    }
+    for parameter, part in ((first, groups[:-1]), ("down_proj", groups[-1:])):
+        by_expert = zip(*part, strict=True)
+        found.listed[f"{module}.{parameter}"] = tuple(name for row in by_expert for name in row)
+    for leaf, group in zip(leaves, groups, strict=True):
+        found.stored.update({f"{module}.{i}.{leaf}.weight": own for i, own in enumerate(group)})
 
 
 def _leaf(tensor: str) -> str:

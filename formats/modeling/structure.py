@@ -98,6 +98,8 @@ class Structure:
         stored: Name in the files of each tensor of the code, where the two differ.
         stacks: Of each parameter in the files that holds all experts of a block, the names of
             their weights, in the order of its rows.
+        listed: The same of parameters of the code whose layers files have one by one: there are
+            files that have them as the code does.
         tied: Tensors that may be missing from the files, and the one that each is then.
     """
 
@@ -108,6 +110,7 @@ class Structure:
     head: str
     stored: Mapping[str, str]
     stacks: Mapping[str, tuple[str, ...]]
+    listed: Mapping[str, tuple[str, ...]]
     tied: Mapping[str, str]
 
     @property

@@ -1,14 +1,17 @@
-"""Models of text and more, of which the part that computes text is read (gemma3, mistral3, gemma4).
+"""Models of text and more, of which the part that computes text is read: gemma3, qwen3_5, others.
 
 Their config.json holds the text's as `text_config`, and their tensors are the text's under a prefix
 beside those of the images, which are left out: what is quantized and run sees text alone.
 
     language_model.model.X, model.language_model.X, language_model.X    X below the text's `model`
     language_model.lm_head.weight, lm_head.weight     its head
-    [model.]vision_tower, [model.]multi_modal_projector and the like    of images and sound
+    [model.]vision_tower, [model.]visual and the like    of images and sound
+
+Layers that predict further tokens (Qwen3.5's `mtp.X`) keep their names.
 
 Gemma 3's text_config leaves out what its class has by default. Facts from config.json of
-google/gemma-3-4b-it and transformers' Gemma3TextConfig, MistralConfig and Mistral3Config.
+google/gemma-3-4b-it and transformers' Gemma3TextConfig, MistralConfig, Mistral3Config and
+Qwen3_5Config.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ PREFIXES: dict[str, str | None] = {
         f"{model}{part}.": None
         for model in ("", "model.")
         for part in (
-            *("vision_tower", "multi_modal_projector", "audio_tower"),
+            *("vision_tower", "multi_modal_projector", "audio_tower", "visual"),
             *("embed_vision", "embed_audio", "vision_embedder"),
         )
     },
@@ -81,5 +84,6 @@ LAYOUTS = tuple(
     for model_type, defaults in (
         ("gemma3", GEMMA3),
         *((kind, {}) for kind in ("gemma3n", "gemma4", "gemma4_unified", "mistral3")),
+        *((kind, {}) for kind in ("lfm2_vl", "qwen3_5", "qwen3_5_moe")),
     )
 )

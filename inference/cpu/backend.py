@@ -40,7 +40,7 @@ class CpuBackend:
     """
 
     device, float_sinks = torch.device("cpu"), True
-    runs_drafters = writes_prefixes = True
+    runs_drafters = writes_prefixes = same_bits = True
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, fused: bool = True) -> None:
         self.dtype, self._fused = dtype, fused

@@ -33,7 +33,7 @@ from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges, blocks_for
 from inference.scheduling.scheduler import Scheduler
 from inference.transformers_code.choose import Shape, load_model
-from inference.transformers_code.model import CodeModel, CodeShape
+from inference.transformers_code.model import CodeModel
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.triton.attention.latent import check_latents
 from kernels.triton.attention.paged_cache import LARGEST_HEAD, check_pages, is_head_size
@@ -48,7 +48,7 @@ class TritonBackend:
         dtype: Of activations and of float weights: fp16 or bf16.
     """
 
-    runs_drafters, writes_prefixes, float_sinks = True, False, False
+    runs_drafters, writes_prefixes, float_sinks, same_bits = True, False, False, False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -86,11 +86,6 @@ class TritonBackend:
 
     def load(self, checkpoint: Checkpoint, shape: Shape, longest: int) -> Model:
         """Load a model for requests of up to so many tokens."""
-        if isinstance(shape, CodeShape) and shape.structure.mixers:
-            raise CheckpointError(
-                f"{checkpoint.config.get('model_type')} keeps a recurrent state, and is not run on "
-                "a GPU yet; run it with device='cpu'"
-            )
         return load_model(checkpoint, shape, self, longest)
 
     def head_sizes(self, k: int, v: int) -> tuple[int, int]:

@@ -35,7 +35,7 @@ class CodeStep:
         self._windows, self._dtype = model.config.windows, model.dtype
         self._pools, self._batch = [pools[i] for i in model.config.places], batch
         self.ids, self.positions, self.rows = batch.ids, batch.positions, batch.rows
-        self.pieces = ()  # models that keep a state are refused on a GPU
+        self.pieces = batch.pieces
         self._unturned = torch.zeros_like(batch.positions)  # all tokens at position 0
 
     def sinks(self, count: int) -> Tensor | None:

@@ -32,6 +32,7 @@ from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.parts import Layer
 from inference.scheduling.drafter import HiddenStates
+from inference.transformers_code.pieces import Piece
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.invariant import invariant_attention
@@ -64,6 +65,7 @@ class GpuBatch:
         reads: Hidden states that a proposer reads; None where none does.
         adapters: int32 [T], slot of each token's adapter, -1 for none; None where none has one.
         loras: Holds them.
+        pieces: Its tokens as modules that keep a state take them; none where no module does.
     """
 
     ids: Tensor
@@ -79,6 +81,7 @@ class GpuBatch:
     reads: HiddenStates | None = None
     adapters: Tensor | None = None
     loras: GpuAdapters | None = None
+    pieces: Sequence[Piece] = ()
 
     def adapted(self, block: int) -> BlockAdapters | None:
         """The adapters of a block, if any token has one."""

@@ -55,6 +55,7 @@ from inference.scheduling.sampler import rank
 from inference.scheduling.sequence import PENDING
 from inference.scheduling.work import Work
 from inference.transformers_code.model import CodeModel
+from inference.transformers_code.pieces import Piece, alone_in, pieces_of
 from kernels.attention_inputs import KVPool
 from kernels.devices import launches_on
 from kernels.triton.common import Workspace
@@ -311,7 +312,7 @@ class GpuRunner:
             if plan.edits is not None:
                 self._edits.put(plan.edits)
             if isinstance(plan.size, WholeSize):
-                logits, chosen = self._whole(plan.size, plan.block)
+                logits, chosen = self._whole(plan)
             else:
                 logits, chosen = self._padded(plan)
             found = [chosen]
@@ -398,7 +399,7 @@ class GpuRunner:
         """Whether a step of a size asks nothing of the host, and so can be captured."""
         tokens = size.tokens if size.prompts else None
         if isinstance(self.model, CodeModel):  # found out by its first step
-            return True
+            return self._batch.states is None or not size.prompts
         return all(as_one(layer.feed_forward, tokens) for layer in self.model.layers)
 
     def _size(self, work: Work) -> Size | WholeSize:
@@ -409,6 +410,8 @@ class GpuRunner:
         if size.prompts and (self._invariant or not self._asks_nothing(size)):
             return whole_size(work)  # (invariant: logits of few tokens are wanted)
         if size.every and (self._ranks is not None or isinstance(self.model, CodeModel)):
+            return whole_size(work)
+        if self._batch.states is not None and not alone_in(work).all():
             return whole_size(work)
         return size
 
@@ -424,7 +427,8 @@ class GpuRunner:
         write_step(block.arrays, work, size)
         edits = self._edits.new_for(work)
         read, wanted = logprob_rows(work, size), wanted_tokens(work, size)
-        return StepPlan(size, block.bytes, read, edits, wanted), block
+        pieces = pieces_of(work, longest=True) if isinstance(size, WholeSize) else ()
+        return StepPlan(size, block.bytes, read, edits, wanted, pieces), block
 
     def _block_for(self, size: Size | WholeSize) -> HostBlock:
         """A block for the arrays of a step, which nobody reads any more."""
@@ -547,10 +551,12 @@ class GpuRunner:
         kept = first if size.every or not size.prompts else None
         return Captured(fields, (kept, second), graph, workspace)
 
-    def _whole(self, size: WholeSize, block: Tensor) -> tuple[Tensor, Tensor]:
+    def _whole(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """A step as it is: logits, and the next tokens of those that sample."""
-        x = self._uploaded(size, block)
-        logits = self._forward(self._inputs(x, size.decodes, padded=False))
+        x = self._uploaded(plan.size, plan.block)
+        batch = self._inputs(x, plan.size.decodes, padded=False)
+        pieces = [piece.moved(self._moved) for piece in plan.pieces]
+        logits = self._forward(replace(batch, pieces=pieces))
         return logits, self._choose(logits[x["samples"]], x)
 
     def _inputs(self, x: Mapping[str, Tensor], decodes: int, *, padded: bool) -> GpuBatch:
@@ -559,7 +565,15 @@ class GpuRunner:
             rows=x.get("rows"), query_start=x.get("query_start"), decodes=decodes,
             padded=padded, invariant=self._invariant, reads=self._reads,
             adapters=x.get("adapters"), loras=self._adapters,
+            pieces=self._one_piece(x) if padded else (),
         )  # fmt: skip
+
+    def _one_piece(self, x: Mapping[str, Tensor]) -> Sequence[Piece]:
+        """A padded step of a model that keeps states; rows for nobody have the last of these."""
+        if self._batch.states is None:
+            return ()
+        rows = x["batch_index"].masked_fill(x["slots"] < 0, -1)
+        return (Piece(torch.arange(len(rows), device=self._device), rows),)
 
     def _known(self, x: Mapping[str, Tensor]) -> Tensor:
         """Ids of tokens; of those that the host did not know, what was chosen for their index."""

@@ -8,6 +8,7 @@ tokens at an index beyond the batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ from inference.gpu.sizes import Size, WholeSize
 from inference.scheduling.batch import Ints
 from inference.scheduling.sequence import Draw
 from inference.scheduling.work import Work, lay_out
+from inference.transformers_code.pieces import Piece
 
 OF_TOKENS = ("ids", "positions", "slots", "batch_index")  # int64
 GREEDY = asdict(Draw())
@@ -51,6 +53,7 @@ class StepPlan:
         logprobs: Whose log probabilities are returned; None where nobody wants them.
         edits: What is put into the device's tables before it runs; None where nothing is.
         wanted: int64, the tokens whose logits are wanted, of a size that keeps the rows of all.
+        pieces: Of a step that runs as it is: its tokens as modules that keep a state take them.
     """
 
     size: Size | WholeSize
@@ -58,6 +61,7 @@ class StepPlan:
     logprobs: LogprobRows | None = None
     edits: NewEdits | None = None
     wanted: Tensor | None = None
+    pieces: Sequence[Piece] = ()
 
 
 def step_shapes(size: Size | WholeSize, width: int) -> dict[str, Shape]:

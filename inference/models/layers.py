@@ -72,6 +72,11 @@ class LayerFactory(Protocol[L_co, X_co]):
         """Type of activations and of float weights."""
         ...
 
+    @property
+    def same_bits(self) -> bool:
+        """Whether a row has the same bits in any batch."""
+        ...
+
     def check(self, config: ModelConfig) -> None:
         """Refuse a decoder that these kernels do not run, before its weights are read.
 

@@ -180,6 +180,9 @@ class Acceptance:
             return
         batch, which, accepted = self._scheduler.batch, which[some], accepted[some]
         drafter.note_accepted(batch, work, which, accepted)
+        if batch.states is not None:
+            for place in work.places[which].tolist():
+                batch.states.go_back(place, int(batch.computed[place]))
         names = [batch.names[place] for place in work.places[which].tolist()]
         counts = work.drafts[which].tolist(), accepted.tolist()
         result.drafts += zip(names, *counts, strict=True)

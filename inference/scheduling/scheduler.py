@@ -208,7 +208,12 @@ class Scheduler:
             order, counts = np.append(order, places), np.append(counts, more)
         runs = counts > 0  # else its last token is on its way, or the step is full
         order, counts = order[runs], counts[runs]
-        return Work.of(batch, order, counts, self._draft(order, counts))
+        drafts = self._draft(order, counts)
+        if self._states is not None:
+            some = drafts > 0
+            columns = (order, batch.length[order], drafts)
+            self._states.keep_before(zip(*(x[some].tolist() for x in columns), strict=True))
+        return Work.of(batch, order, counts, drafts)
 
     def advance(self, work: Work) -> None:
         """Note that a step's work is done, or on its way to the device before any other's."""
@@ -307,6 +312,7 @@ class Scheduler:
         length = batch.length[places]
         able = (counts == 1) & self._may_have_drafts(places) & (batch.known[places] == length)
         room = max(0, self.max_batched_tokens - int(counts.sum()))
+        room = room if self._states is None else min(room, self._states.drafts)
         most = np.minimum(batch.last[places] - length, self.max_batched_tokens)
         host = batch.host_until[places] - length  # tokens until a device chooses: not in one step
         most = np.where(host > 0, np.minimum(most, host - 1), most)[able]

@@ -6,6 +6,9 @@ where a snapshot was taken: at the last whole block of a prompt, where its begin
 from what the cache knew, and at every `EVERY`th block. What has not been found for the longest time
 goes first.
 
+Drafts may not be what comes, and a state does not go back over them. So a step keeps the state
+before each of its drafts, and the sequence goes on with the one before the first that was wrong.
+
 Sums are grouped by pieces of a prompt: [0, piece), [piece, 2 piece) and so on. No step ends inside
 of one, and what comes after the prompt is computed token by token, so that a sequence's bits do not
 depend on how it is cut into steps, preempted or found.
@@ -20,6 +23,7 @@ from kernels.attention_inputs import KV_BLOCK
 
 EVERY = 8  # blocks between two snapshots in the middle of a prompt
 SNAPSHOTS = 32  # at least, by default
+DRAFTS = 16  # of a step, at least
 
 
 def piece_of(step: int, places: int) -> int:
@@ -39,19 +43,22 @@ class StateRows:
 
     Args:
         places: Rows of the batch, the spare one included.
-        snapshots: Rows after these.
+        snapshots: Rows after those of drafts.
         piece: Tokens of a piece.
+        drafts: Rows after these, of the states before drafts.
 
     Attributes:
         piece: Tokens of a piece.
+        drafts: Most drafts of a step.
         rows: All rows.
         wanted: By place, the row that gets the state after so many tokens.
     """
 
-    def __init__(self, places: int, snapshots: int, piece: int) -> None:
-        self.piece, self.rows = piece, places + snapshots
+    def __init__(self, places: int, snapshots: int, piece: int, drafts: int = 0) -> None:
+        self.piece, self.drafts, self.rows = piece, drafts, places + drafts + snapshots
         self.wanted: dict[int, dict[int, int]] = {}
-        self._free = list(range(places, self.rows))
+        self._places, self._drafted = places, dict[int, dict[int, int]]()  # as `wanted`
+        self._free = list(range(places + drafts, self.rows))
         self._found: OrderedDict[int, int] = OrderedDict()  # row of a node's state, oldest first
         self._copies: list[tuple[int, int]] = []
 
@@ -78,6 +85,28 @@ class StateRows:
             if self._free:
                 own[end] = self._free.pop()
 
+    def keep_before(self, drafts: Iterable[tuple[int, int, int]]) -> None:
+        """Keep the states of the next step before each of its drafts.
+
+        Args:
+            drafts: Of each sequence that has any, its place, how many tokens are before the first
+                one, and how many there are: at most `self.drafts` in all.
+        """
+        self._drafted, row = {}, self._places
+        for place, length, count in drafts:
+            self._drafted[place] = {length + i: row + i for i in range(count)}
+            row += count
+
+    def go_back(self, place: int, computed: int) -> None:
+        """Go on with the state after so many tokens: those and the drafts that were right."""
+        row = self._drafted.pop(place, {}).get(computed)
+        if row is not None:
+            self._copies.append((row, place))
+
+    def kept_of(self, place: int) -> dict[int, int]:
+        """The row that gets the state of a place in the next step, by tokens before it."""
+        return {**self.wanted.get(place, {}), **self._drafted.get(place, {})}
+
     def taken(self, place: int, computed: int) -> list[tuple[int, int]]:
         """What was kept by a step that ends after so many tokens: (tokens, row)."""
         own = self.wanted.get(place, {})
@@ -92,6 +121,7 @@ class StateRows:
 
     def give_up(self, place: int) -> None:
         """Whoever was at a place has left it."""
+        self._drafted.pop(place, None)
         self._free.extend(self.wanted.pop(place, {}).values())
 
     def forget(self) -> None:

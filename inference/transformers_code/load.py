@@ -71,7 +71,7 @@ def load_code(
     }
     _Loader(model, stored, checkpoint, structure, factory).load()
     fix_frequencies(model, longest)
-    stand_in(model.eval(), structure.mixers, shapes)
+    stand_in(model.eval(), structure.mixers, shapes, same_bits=factory.same_bits)
     use_kernels(model)
     return model.eval()
 

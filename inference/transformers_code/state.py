@@ -5,7 +5,7 @@ sequence at a time, or the next tokens of several sequences at once, with a cach
 own that is filled from their rows and read back after it. What the code keeps, its shapes and its
 types are seen in a run on the meta device. What it computes right is found by comparing numbers:
 some code begins at zero whenever it is given several tokens, and gets them one by one; some gives a
-sequence other bits beside others, and gets each by itself where bits must not change.
+sequence other bits beside others, and gets each by itself where a backend's own bits do not change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from inference.transformers_code.attention import current_step, only_rows, quiet
 from inference.transformers_code.pieces import Piece
 
 PROBED = 6  # tokens that are compared
-NEAR = 0.02  # relative distance of what differs by roundings alone
+NEAR = {torch.float32: 0.02}  # relative distance of what differs by roundings alone
+NEAR_HALF = 0.1  # the same in 16 bits, of quantized layers too
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Stateful(nn.Module):
         mixer: The same.
         shapes: The same.
         continues: Whether its code takes several tokens after a state.
-        together: Whether a sequence's bits are the same beside others.
+        together: Whether its code may take several sequences at once.
     """
 
     def __init__(self, mixer: nn.Module, shapes: Sequence[StateShape], count: int) -> None:
@@ -89,9 +90,10 @@ class Stateful(nn.Module):
             return getattr(super().__getattr__("mixer"), name)
 
     def keep(self, rows: int, device: torch.device) -> int:
-        """Have so many rows of states; tells their bytes."""
+        """Have so many rows of states, and one for rows of steps that stand for no sequence, the
+        last; tells their bytes."""
         self._pools = [
-            torch.zeros(rows, *own.shape, dtype=own.dtype, device=device) for own in self.shapes
+            torch.zeros(rows + 1, *own.shape, dtype=own.dtype, device=device) for own in self.shapes
         ]
         return sum(pool.nbytes for pool in self._pools)
 
@@ -188,8 +190,16 @@ def state_shapes(mixer: nn.Module, hidden: int, count: int, dtype: torch.dtype) 
     return found
 
 
-def stand_in(model: Any, names: Sequence[str], shapes: Mapping[str, list[StateShape]]) -> None:
+def stand_in(
+    model: Any, names: Sequence[str], shapes: Mapping[str, list[StateShape]], *, same_bits: bool
+) -> None:
     """Put `Stateful` in the place of a loaded model's modules, and find out what each can do.
+
+    Args:
+        model: On its device.
+        names: Of the modules.
+        shapes: Of their states.
+        same_bits: Whether a sequence's bits are to be the same beside others.
 
     Raises:
         CheckpointError: the code's tokens one by one are not what it computes of them at once.
@@ -199,7 +209,7 @@ def stand_in(model: Any, names: Sequence[str], shapes: Mapping[str, list[StateSh
         own = Stateful(model.get_submodule(name), shapes[name], states_of(model))
         kind = type(own.mixer)
         if kind not in known:
-            known[kind] = _probed(own, name, model)
+            known[kind] = _probed(own, name, model, same_bits)
         own.continues, own.together = known[kind]
         model.set_submodule(name, own)
 
@@ -210,7 +220,7 @@ def states_of(model: Any) -> int:
 
 
 @torch.no_grad()
-def _probed(own: Stateful, name: str, model: Any) -> tuple[bool, bool]:
+def _probed(own: Stateful, name: str, model: Any, same_bits: bool) -> tuple[bool, bool]:
     hidden = model.config.get_text_config().hidden_size
     device = next(own.parameters()).device
     many = 3
@@ -232,14 +242,16 @@ def _probed(own: Stateful, name: str, model: Any) -> tuple[bool, bool]:
     with quiet():
         single, whole = run(x[:1], ones), run(x[:1], [PROBED])
         cut = run(x[:1], [PROBED - 2, 2])
-        forgot = [run(x[:1], [PROBED - 2, 1, 1], forget=i) for i in range(len(own.shapes))]
+        forgot = [run(x[:1], [PROBED - 2, 2], forget=i) for i in range(len(own.shapes))]
         beside = run(x, ones)
         alone = torch.cat([run(one, ones) for one in x.split(1)])
-    if (single - whole).norm() > NEAR * whole.norm():
+    near = NEAR.get(x.dtype, NEAR_HALF)
+    if (single - whole).norm() > near * whole.norm():
         raise CheckpointError(
             f"{name}: transformers' code computes other numbers of tokens one by one than of all "
             "at once; such a model is not run here"
         )
-    off = (cut - single).norm()  # next to nothing beside what forgetting a state costs
-    continues = all(off < (other - single).norm() / 8 for other in forgot)
-    return continues, torch.equal(beside, alone)
+    off = (cut - whole).norm()  # next to nothing beside what forgetting a state costs
+    continues = all(off < (other - whole).norm() / 8 for other in forgot)
+    alike = (beside - alone).norm() <= near * alone.norm()
+    return continues, torch.equal(beside, alone) if same_bits else bool(alike)

@@ -57,13 +57,19 @@ def draft_proposer(name: str | None, target: Target) -> ChainProposer:
 
     Raises:
         CheckpointError: it is damaged, or of a kind that is not run here.
-        EngineError: it has another vocabulary, or memory is too small for it.
+        EngineError: it has another vocabulary, or keeps a recurrent state, or memory is too small
+            for it.
     """
     assert name is not None
     checkpoint, sizes = read.Checkpoint.open(name), target.sizes
     backend = chain.network_backend(target)
     shapes.check_config(checkpoint)
     shape = shapes.read_shape(checkpoint, backend, transformers_code=sizes.transformers_code)
+    if isinstance(shape, shapes.CodeShape) and shape.structure.mixers:
+        raise EngineError(
+            f"speculate: the draft model {name} keeps a recurrent state, which draft models may "
+            "not have here. Take one without, or ngram or suffix"
+        )
     vocabulary = require_same_vocabulary(
         name,
         tokenizers.load_tokenizer(checkpoint.path),

@@ -8,11 +8,13 @@ their last one, and around it (`formats.families.predicting` has the names, MiMo
     logits of token t + 2 = head(norm(y_t))
 
 Where h_t is not there yet, y_{t-1} stands for it. Where a file lacks the embedding or the head,
-they are the model's. A checkpoint that was quantized here has the layer as it was.
+they are the model's. A checkpoint that was quantized here has the layer as it was. Of several such
+layers, each trained for a token further on, the first drafts all, from its own y.
 """
 
 from __future__ import annotations
 
+import logging
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,8 @@ with later():
     from formats.checkpoint import read
     from inference.models import parts as loading
     from inference.speculate import head as heads
+
+log = logging.getLogger("ptq.inference")
 
 
 class PredictingLayer:
@@ -146,6 +150,13 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
             "Models of DeepSeek-V3's, GLM-4.5's and MiMo's build are published with one; of a "
             "quantized checkpoint that lost it, give mtp=PATH with the folder of the original, or "
             "take ngram, suffix, draft=PATH or eagle=PATH"
+        )
+    unused = [own for own in checkpoint.predicting_layers if own != layer]
+    if unused:
+        log.warning(
+            "speculate: %s drafts every token; %s of the same checkpoint draft none",
+            layer,
+            ", ".join(unused),
         )
     found, hidden = checkpoint.weight_shape(joined), model.config.hidden_size
     if found != (hidden, 2 * hidden):

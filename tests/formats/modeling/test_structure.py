@@ -42,6 +42,7 @@ REFUSED = {
     "recurrent_gemma": "'recurrent_gemma' is not supported: its blocks keep another state",
     "rwkv": "'rwkv' is not supported: its attention does not go through",
     "ctrl_": "transformers takes it for none",
+    "zamba2": r"'zamba2' is not supported: its blocks share weights \(model\.layers\.12 has some",
 }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +20,11 @@ from ptq.convert.convert import convert
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import describe_plan
-from tests.families import check_engine, check_quantized, distance
+from tests.conftest import write_random
+from tests.families import check_engine, check_quantized, distance, transformers_logits
 from tests.older_families import write_older
 from tests.ptq.quantizing import make_plan, random_tokens
+from tests.tiny_models import tiny_config
 
 
 def test_bloom_without_the_prefix_of_its_class(tmp_path):
@@ -91,6 +95,58 @@ def test_a_head_that_nothing_ties_is_missing_by_name(make_model, tmp_path):
     AutoModel.from_pretrained(source).save_pretrained(folder)
     with pytest.raises(CheckpointError, match="lm_head.weight is missing"):
         Engine.from_pretrained(folder)
+
+
+def publish_kimi(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    """As moonshotai/Kimi-Linear-48B-A3B-Instruct: what transformers reads and writes otherwise."""
+    heads, size = config.pop("linear_num_heads"), config.pop("linear_head_dim")
+    config["linear_attn_config"] = {"kda_layers": [1], "full_attn_layers": [2], "num_heads": heads}
+    config["linear_attn_config"] |= {"head_dim": size, "short_conv_kernel_size": 4}
+    del config["layer_types"], config["mlp_layer_types"], config["linear_conv_kernel_dim"]
+    config |= {"first_k_dense_replace": 1, "auto_map": {"AutoConfig": "configuration_kimi.X"}}
+    config["auto_map"]["AutoModelForCausalLM"] = "modeling_kimi.KimiLinearForCausalLM"
+    for name in [name for name in tensors if name.startswith("model.layers.0.block_sparse_moe.")]:
+        tensors[name.replace("block_sparse_moe", "mlp")] = tensors.pop(name)
+
+
+def publish_olmo_hybrid(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    """Convolutions of q and k of 128 channels and of v of 256, not a third each."""
+    names = [f"model.layers.0.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+    assert [len(tensors[name]) for name in names] == [171, 171, 170]
+    whole = torch.cat([tensors[name] for name in names])
+    tensors |= zip(names, whole.split([128, 128, 256]), strict=True)
+    saved, own = (
+        f"model.layers.1.{n}.weight" for n in ("feedforward_layer_norm", "post_attention_layernorm")
+    )
+    tensors[own] = tensors.pop(saved)
+
+
+@pytest.mark.parametrize(
+    ("kind", "publish"), [("kimi_linear", publish_kimi), ("olmo_hybrid", publish_olmo_hybrid)]
+)
+def test_what_transformers_saves_otherwise_than_it_was_published(kind, publish, tmp_path):
+    native = write_random(tmp_path / "native", tiny_config(kind))
+    folder = shutil.copytree(native, tmp_path / "published")
+    tensors = load_file(native / "model.safetensors")
+    config = json.loads((native / "config.json").read_text())
+    publish(tensors, config)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ids = random_tokens(1, 40).ids[0].clamp(min=1)
+    ours = Engine.from_pretrained(folder).score(ids.tolist())
+    assert distance(ours, transformers_logits(native, ids)) < 1e-4
+    assert Checkpoint.open(folder).names() == Checkpoint.open(native).names()
+
+
+def test_convolutions_of_other_rows_in_all_are_refused(tmp_path):
+    native = write_random(tmp_path / "native", tiny_config("olmo_hybrid"))
+    tensors = load_file(native / "model.safetensors")
+    name = "model.layers.0.linear_attn.v_conv1d.weight"
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, native / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"v_conv1d: found 511 rows in all.*says 512"):
+        Engine.from_pretrained(native)
 
 
 ATTENTION, UP = "transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_fc"

@@ -53,7 +53,7 @@ def checkpoint_of(folder: Path, scheme: str, **overrides) -> str:
     return str(random_checkpoint(folder, str(folder / "shape"), scheme, quantize_head=head))
 
 
-def engine_of(path: str, *, triton: bool = True, **config):
+def engine_of(path: str, dtype=torch.float16, *, triton: bool = True, **config):
     from transformers import AutoTokenizer
 
     from formats.checkpoint.read import Checkpoint
@@ -62,7 +62,7 @@ def engine_of(path: str, *, triton: bool = True, **config):
     from inference.engine import Engine
     from inference.gpu.backend import TritonBackend
 
-    on_gpu = TritonBackend(torch.device("cpu"), torch.float16)
+    on_gpu = TritonBackend(torch.device("cpu"), dtype)
     return Engine(
         Checkpoint.open(path),
         AutoTokenizer.from_pretrained(path),

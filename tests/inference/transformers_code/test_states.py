@@ -11,14 +11,21 @@ import torch
 from formats.errors import EngineError
 from inference.beam_search import BeamParams, beam_search
 from inference.config import EngineConfig, SpeculateConfig
+from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
+from inference.scheduling.states import StateRows
+from inference.speculate.counts import DraftCounts
+from inference.transformers_code.model import CodeModel
+from inference.transformers_code.state import Stateful
 from tests.conftest import write_random
 from tests.families import check_engine
+from tests.inference.speculate.requests import Replay
 from tests.tiny_models import tiny_config
 
 KINDS = ("qwen3_next", "lfm2", "bamba", "jamba", "mamba2")  # rules of state, with attention and not
 ALL = (*KINDS, "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "nemotron_h")
+ALL += ("kimi_linear", "olmo_hybrid", "qwen3_5_text")
 MANY = int(os.environ.get("PTQ_STATE_REQUESTS", "200"))
 SMALL = {
     "chunk_size": 16,
@@ -37,16 +44,21 @@ def made(tmp_path_factory):
 
     def make(kind: str) -> Path:
         if kind not in found:
-            config = tiny_config(kind)
-            for name, value in SMALL.items():
-                if hasattr(config, name):
-                    setattr(config, name, value)
-            if hasattr(config, "linear_value_head_dim"):
-                config.linear_value_head_dim = 16
-            found[kind] = write_random(tmp_path_factory.mktemp(kind) / "float", config)
+            found[kind] = write_small(kind, tmp_path_factory.mktemp(kind))
         return found[kind]
 
     return make
+
+
+def write_small(kind: str, folder: Path) -> Path:
+    """A tiny model of a kind."""
+    config = tiny_config(kind)
+    for name, value in SMALL.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if hasattr(config, "linear_value_head_dim"):
+        config.linear_value_head_dim = 16
+    return write_random(folder / "float", config)
 
 
 def ids_of(count: int, seed: int = 1) -> list[int]:
@@ -153,11 +165,79 @@ def test_beams_take_a_copy_of_the_state(made, kind):
     engine.check_integrity()
 
 
+def test_next_tokens_of_several_sequences_are_computed_at_once(made, monkeypatch):
+    """Also where the states of their prompts were kept."""
+    pieces: list[int] = []
+    run = Stateful._run
+
+    def counting(self, x, piece, given):
+        pieces.append(len(piece.rows))
+        return run(self, x, piece, given)
+
+    monkeypatch.setattr(Stateful, "_run", counting)
+    engine_of(made("lfm2")).generate([ids_of(n) for n in (70, 20, 5)], GREEDY)
+    assert max(pieces) == 3
+
+
 def test_states_count_in_the_memory(made):
     few, many = (engine_of(made("lfm2"), state_snapshots=n) for n in (0, 10))
-    assert many.state_bytes == 3 * few.state_bytes > 0  # of 5 rows without, 15 with
+    assert 6 * many.state_bytes == 16 * few.state_bytes > 0  # of 6 rows without, 16 with
 
 
-def test_drafts_are_refused_by_name(made):
-    with pytest.raises(EngineError, match=r"lfm2.* recurrent state.*without speculate"):
-        engine_of(made("lfm2"), speculate=SpeculateConfig(method="ngram"))
+def test_memory_that_is_too_small_for_states_is_named(made, monkeypatch):
+    def none_left(self, rows):
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(CodeModel, "keep_states", none_left)
+    with pytest.raises(EngineError, match=r"15 rows of recurrent states.*state_snapshots"):
+        engine_of(made("lfm2"), state_snapshots=10)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", "jamba", "mamba2"])
+def test_drafts_change_no_token(made, kind):
+    """Some are right and some wrong; blocks are few, so that sequences are computed again."""
+    prompts = [ids_of(n, seed=n) for n in (70, 20, 5, 130)]
+    params = [
+        SamplingParams(max_tokens=70, ignore_eos=True, temperature=t, seed=1)
+        for t in (0, 0.9, 0, 1)
+    ]
+    plain = engine_of(made(kind)).generate(prompts, params)
+    drafts = SpeculateConfig(method="ngram", depth=5)
+    engine = engine_of(made(kind), kv_blocks=6, speculate=drafts)
+    outputs = [[*prompt, *out.token_ids] for prompt, out in zip(prompts, plain, strict=True)]
+    engine.speculate_by(Replay(outputs, 0.7, 384), depth=5)
+    found = engine.generate(prompts, params)
+    assert [out.token_ids for out in found] == [out.token_ids for out in plain]
+    engine.check_integrity()
+    counts = DraftCounts.of(engine.speculation)
+    assert 0 < sum(counts.accepted) < sum(counts.proposed)
+    assert kind == "mamba2" or engine.stats().preemptions > 0  # it needs no blocks
+
+
+def test_states_of_drafts_are_kept_in_rows_of_their_own():
+    states = StateRows(places=3, snapshots=2, piece=64, drafts=4)
+    states.want(0, [64])
+    states.keep_before([(0, 11, 3), (2, 7, 1)])
+    assert states.rows == 9
+    assert states.kept_of(0) == {11: 3, 12: 4, 13: 5, 64: states.wanted[0][64]}
+    states.go_back(0, 12)  # the first one was right
+    states.go_back(2, 8)  # all were: what is in its place is right
+    states.go_back(2, 7)  # and is not asked again
+    assert states.take_copies() == [(4, 0)]
+    states.keep_before([(0, 13, 2)])
+    states.give_up(0)
+    states.go_back(0, 13)
+    assert states.take_copies() == []
+    assert states.adds_up()
+
+
+def test_drafts_without_room_for_states_are_refused_by_name(made, monkeypatch):
+    engine, own = engine_of(made("lfm2")), SpeculateConfig(method="ngram")
+    path = str(made("lfm2"))
+    with pytest.raises(EngineError, match=r"no rows for recurrent states.*speculate=\.\.\."):
+        engine.speculate_by(Replay([], 1, 384))
+    with pytest.raises(EngineError, match=r"draft model .* keeps a recurrent state"):
+        engine_of(made("lfm2"), speculate=SpeculateConfig(method="draft", path=path))
+    monkeypatch.setattr(CpuBackend, "same_bits", False)
+    with pytest.raises(EngineError, match=r"lfm2 keeps a recurrent state.*on a CPU alone"):
+        engine_of(made("lfm2"), speculate=own)

@@ -53,7 +53,7 @@ def write_predicting(tensors: dict[str, Tensor], kind: str) -> None:
     """Add a layer that mostly knows the next token but one: blocks say little beside the embedding.
 
     The model's output follows its last token and a little of what came before; the layer reads the
-    token after that, and its block is the model's last.
+    token after that, and its block is the model's last. A second one knows nothing.
     """
     for name in tensors:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -79,6 +79,14 @@ def write_predicting(tensors: dict[str, Tensor], kind: str) -> None:
         f"{layer}{names.norm}.weight": tensors["model.norm.weight"].clone(),
     }
     tensors |= added
+    for name, tensor in added.items():
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        tensors[name.replace(layer, f"{second_layer(kind)}.")] = noise
+
+
+def second_layer(kind: str) -> str:
+    """Full name of the second of these layers."""
+    return {"mimo": "model.mtp_layers.1"}.get(kind, "model.layers.3")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -88,19 +96,20 @@ def kind(request) -> str:
 
 @pytest.fixture(scope="module")
 def original(make_model, tmp_path_factory, kind) -> Path:
-    own = {"num_nextn_predict_layers": 1, "tie_word_embeddings": False}
+    own = {"num_nextn_predict_layers": 2, "tie_word_embeddings": False}
     plain = make_model(kind, **KINDS[kind] | own)
     out = tmp_path_factory.mktemp("original") / "model"
     return rewrite(plain, out, lambda tensors: write_predicting(tensors, kind))
 
 
 def layer_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
-    """Those of the layer, by their names in the file."""
+    """Those of both layers, by their names in the file."""
     names = BY_TYPE[kind].predicting
     assert names is not None
+    both = (f"{names.layer(2)}.", f"{second_layer(kind)}.")
     files = folder.glob("*.safetensors")
     tensors = {name: t for file in files for name, t in load_file(file).items()}
-    return {name: t for name, t in tensors.items() if name.startswith(f"{names.layer(2)}.")}
+    return {name: t for name, t in tensors.items() if name.startswith(both)}
 
 
 def quantized(model: Path, out: Path, preset: str, methods: tuple = (RTNSpec(),)) -> Path:
@@ -215,11 +224,13 @@ def test_scales_of_its_cache_are_left_out(original, kind, tmp_path):
     assert not own.keys() & {*found.names()}
 
 
-def test_inspect_and_the_report_tell_of_it(original, w4, kind):
+def test_inspect_and_the_report_tell_of_it(original, w4, kind, caplog):
     names = BY_TYPE[kind].predicting
     assert names is not None
-    lines = describe(inspect(Checkpoint.open(w4)), 3)
-    assert f"  layers that predict further tokens: {names.layer(2)}" in lines
+    lines, both = describe(inspect(Checkpoint.open(w4)), 3), (names.layer(2), second_layer(kind))
+    assert f"  layers that predict further tokens: {', '.join(both)}" in lines
+    engine(w4)
+    assert f"{both[0]} drafts every token; {both[1]}" in caplog.text
     before, after = (engine(folder, None) for folder in (original, w4))
     found = measure_drafts(before, after, random_tokens().sequences()[:2])
     assert found is not None
@@ -247,7 +258,7 @@ def test_rotation_leaves_it_out_or_as_it_was(make_model, tmp_path, residual):
     assert (line in "\n".join(describe_plan(plan, {}))) == residual
     result = quantize_tokens(plan, random_tokens(), progress=False)
     events = [event.module for event in result.events if event.kind == "left_out"]
-    assert events == ["model.mtp_layers.0"] * residual
+    assert events == ["model.mtp_layers.0", "model.mtp_layers.1"] * residual
     path = result.checkpoint
     found, wanted = layer_tensors(path, "mimo"), layer_tensors(model, "mimo")
     if residual:
@@ -261,7 +272,7 @@ def test_rotation_leaves_it_out_or_as_it_was(make_model, tmp_path, residual):
 
 
 def test_qwen3_next_keeps_it_and_refuses_drafts(tmp_path):
-    """Its code keeps a recurrent state, which does not go back over drafts."""
+    """It reads hidden states, which transformers' code does not give."""
     model = write_random(tmp_path / "model", tiny_config("qwen3_next"))
     names = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.mlp.gate")
     own = {f"mtp.{name}.weight": torch.randn(8, 8).bfloat16() for name in names}
@@ -274,5 +285,5 @@ def test_qwen3_next_keeps_it_and_refuses_drafts(tmp_path):
     assert any(re.match(e[3:], "mtp.fc") for e in ignore if e.startswith("re:"))
     assert Checkpoint.open(path).predicting_layers == ("mtp",)
     assert engine(path, None).generate(PROMPTS[:1], LONG)
-    with pytest.raises(EngineError, match="qwen3_next keeps a recurrent state"):
+    with pytest.raises(EngineError, match="transformers' code, which runs this one, tells none"):
         engine(path)
