@@ -323,7 +323,12 @@ class _Driver:
             self._emit(writer, name, solved)
 
     def _emit(self, writer: CheckpointWriter, name: str, solved: SolvedBlock) -> None:
-        """Write a solved block and keep its rows of the record."""
+        """Write a solved block and keep its rows of the record.
+
+        What belongs to no block comes first, however long that takes: files have one order of
+        tensors, and the writer takes them from one thread at a time.
+        """
+        self.background.wait()
         for tensor_name, tensor in solved.tensors.items():
             writer.add(tensor_name, tensor)
         writer.set_beside(solved.beside)

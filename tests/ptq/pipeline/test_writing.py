@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 
+from formats.checkpoint.write import CheckpointWriter
+from ptq.methods.rtn import RTNSpec
+from ptq.pipeline import driver
+from ptq.pipeline.solver import BlockSolver
 from ptq.pipeline.writing import BackgroundWriter
+from tests.ptq.quantizing import make_plan, quantize_tokens, random_tokens
 
 
 def test_pieces_are_done_one_after_the_other_and_all_before_it_is_left():
@@ -37,3 +43,40 @@ def test_what_goes_wrong_is_raised_by_the_next_call_or_at_the_end():
     writer = BackgroundWriter()
     writer.put(fail)
     writer.__exit__(ValueError, ValueError("what went wrong first"), None)  # and is raised
+
+
+def test_tensors_come_in_one_order_however_long_those_outside_of_blocks_take(
+    tiny_llama, tmp_path, monkeypatch
+):
+    """And from one thread at a time."""
+    orders: list[list[str]] = []
+    solved, adding = threading.Event(), threading.Lock()
+    add, emit_rest, solve = CheckpointWriter.add, driver.emit_rest, BlockSolver.solve
+
+    def watched(writer, name, tensor):
+        assert adding.acquire(blocking=False), f"{name} was added beside another tensor"
+        orders[-1].append(name)
+        time.sleep(0.002)
+        adding.release()
+        add(writer, name, tensor)
+
+    def noted(solver, index):
+        block = solve(solver, index)
+        solved.set()
+        return block
+
+    def late(*args, **kwargs):
+        assert solved.wait(60)
+        time.sleep(0.2)
+        emit_rest(*args, **kwargs)
+
+    monkeypatch.setattr(CheckpointWriter, "add", watched)
+    monkeypatch.setattr(BlockSolver, "solve", noted)
+    for emit in (emit_rest, late):
+        orders.append([])
+        solved.clear()
+        monkeypatch.setattr(driver, "emit_rest", emit)
+        plan = make_plan(tiny_llama, tmp_path / str(len(orders)), "w8", methods=(RTNSpec(),))
+        quantize_tokens(plan, random_tokens(), progress=False)
+    assert orders[0] == orders[1]
+    assert not orders[1][0].startswith("model.layers")
