@@ -9,7 +9,7 @@ channel of a weight `[out, in]`; `per_token` one for each row of an activation `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
@@ -87,6 +87,10 @@ class WeightSpec(Strict):
     """Whether zero is stored as zero. `false` gives each scale a zero point, for integer weights
     with float activations, and better where weights lie off centre.
     """
+    zero_points: Literal["integer", "float"] = "integer"
+    """What the zero points of asymmetric weights are. `float`, fp32 ones of integers in groups, is
+    what .gguf files hold in blocks with a minimum; no recipe makes them.
+    """
     two_level: bool = False
     """Whether scales of int4 groups are multiples, 1 to 16, of one unit of their output channel,
     so that a kernel can sum the products of a whole channel as integers. They are stored as others
@@ -121,6 +125,11 @@ class WeightSpec(Strict):
             )
         if floating and not self.symmetric:
             raise ValueError(f"{self.dtype} weights have no zero point; set symmetric: true")
+        if self.float_zeros and (self.symmetric or self.granularity != "group"):
+            raise ValueError(
+                f"found zero_points: float for {self.text}; they are those of asymmetric weights "
+                "in groups: set symmetric: false and granularity: group, or zero_points: integer"
+            )
         plain = self.dtype == "int4" and self.granularity == "group" and self.symmetric
         if self.two_level and not plain:
             raise ValueError(
@@ -128,6 +137,11 @@ class WeightSpec(Strict):
                 "symmetric and in groups of 32, 64 or 128: set these, or two_level: false"
             )
         return self
+
+    @property
+    def float_zeros(self) -> bool:
+        """Whether zero points are floats."""
+        return self.zero_points == "float"
 
     @property
     def bits(self) -> int:
@@ -188,6 +202,7 @@ class WeightSpec(Strict):
         most = f" of {self.block[1]} or the largest that fits"
         size = {None: "", AUTO: most}.get(self.group_size, f" of {self.group_size}")
         kind = "" if self.symmetric else ", asymmetric"
+        kind += ", float zero points" if self.float_zeros else ""
         levels = ", two-level scales" if self.two_level else ""
         return f"{self.dtype} weights {self.granularity}{size}{kind}{levels}"
 
@@ -328,7 +343,7 @@ class Scheme(LayerScheme):
             if weights.block != usual and weights.format_name is None:
                 yield f"g{weights.block[1]}" if weights.group_size else weights.granularity
             if not weights.symmetric:
-                yield "asymmetric"
+                yield "float_zeros" if weights.float_zeros else "asymmetric"
             if weights.two_level:
                 yield "two_level"
             if weights.dtype == "int8" and inputs is not None and inputs.dynamic:
@@ -387,6 +402,11 @@ def _mismatch(weights: WeightSpec, activations: ActivationSpec | None) -> str | 
     if weights.dtype == "int4" and not activations.dynamic:
         return "int4 weights with static activations are not supported; use per_token"
     return None
+
+
+def has_float_zeros(schemes: Iterable[LayerScheme]) -> bool:
+    """Whether weights of one have zero points that are floats."""
+    return any(own.weights is not None and own.weights.float_zeros for own in schemes)
 
 
 _INT8, _FP8 = ActivationSpec(), ActivationSpec(dtype="fp8_e4m3")

@@ -41,6 +41,7 @@ CACHES = (
 )
 _TIED = "tied_"  # before the strategy of a head that is the embedding, too
 _STRATEGY = {"per_tensor": "tensor", "per_channel": "channel", "group": "group", "block": "block"}
+_FLOAT_ZEROS = "torch.float32"  # zp_dtype; that of others is an integer type
 _SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
 _INPUT_STRATEGY = {"per_tensor": "tensor", "per_token": "token", "group": "group"}
 _CACHE_STRATEGY = {"per_tensor": "tensor", "per_head": "attn_head"}
@@ -121,6 +122,8 @@ def _weight_args(spec: WeightSpec) -> dict[str, Any]:
         args["group_size"] = spec.group_size
     if spec.scale_type != "float":
         args["scale_dtype"] = args["zp_dtype"] = _SCALE_DTYPES[spec.scale_type]
+    if spec.float_zeros:
+        args["zp_dtype"] = _FLOAT_ZEROS
     if spec.two_level:
         args["observer_kwargs"] = {TWO_LEVEL: True}
     if spec.granularity == "block":
@@ -171,6 +174,7 @@ class ArgsValues(_Values):
     block_structure: list[int] | None = None
     actorder: str | bool | None = None
     scale_dtype: str | None = None
+    zp_dtype: str | None = None
     observer_kwargs: dict[str, Any] | None = None
 
 
@@ -300,6 +304,7 @@ def _read_weights(args: Mapping[str, Any], where: str) -> WeightSpec:
             granularity=strategy,
             group_size=size,
             symmetric=bool(args.get("symmetric", True)),
+            zero_points="float" if _has_float_zeros(args) else "integer",
             two_level=extra.get(TWO_LEVEL, False) if isinstance(extra, Mapping) else False,
         )
     except ValidationError as error:
@@ -311,6 +316,10 @@ def _read_weights(args: Mapping[str, Any], where: str) -> WeightSpec:
     if needed not in (None, given) and not implied:
         raise _unsupported(f"{where}.scale_dtype {given!r} for {spec.text}")
     return spec
+
+
+def _has_float_zeros(args: Mapping[str, Any]) -> bool:
+    return not args.get("symmetric", True) and args.get("zp_dtype") == _FLOAT_ZEROS
 
 
 def _read_inputs(args: Mapping[str, Any] | None, where: str) -> ActivationSpec | None:

@@ -163,7 +163,9 @@ CARD = "README.md"
 FLOAT = "`ptq convert CHECKPOINT FLOAT --to float` makes a model of floats"
 
 
-def only_here(config: Mapping[str, Any], *, quantized: bool, shares_head: bool) -> str | None:
+def only_here(
+    config: Mapping[str, Any], *, quantized: bool, shares_head: bool, float_zeros: bool = False
+) -> str | None:
     """Why only this runtime opens a checkpoint, and the setting that changes it; None for others.
 
     What others open and leave out, such as the scales of an int8 cache, is no such reason.
@@ -172,6 +174,7 @@ def only_here(config: Mapping[str, Any], *, quantized: bool, shares_head: bool) 
         config: config.json.
         quantized: Whether weights of linear layers are.
         shares_head: Whether the quantized head is the embedding, too.
+        float_zeros: Whether weights have zero points that are floats.
     """
     kind = str(config.get("model_type"))
     reasons = []
@@ -190,6 +193,11 @@ def only_here(config: Mapping[str, Any], *, quantized: bool, shares_head: bool) 
             "by its strategy tied_channel or tied_group. For others quantize with the method "
             "`untie` before the one that rounds, or leave lm_head in float (`ignore: "
             "[lm_head]`, or `--budget ... --target vllm`)"
+        )
+    if float_zeros:
+        reasons.append(
+            "zero points of its weights are floats, as in the .gguf file that it is of, where "
+            f"others read integers. For others take that file, or {FLOAT}"
         )
     return f"Only this runtime opens it: {'; '.join(reasons)}." if reasons else None
 

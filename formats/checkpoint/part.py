@@ -144,7 +144,7 @@ def entry_units(leaf: str, spec: WeightSpec | None) -> tuple[int, int]:
     if leaf == "weight_packed":
         return 1, 2 if spec.dtype == "fp4_e2m1" else word
     if leaf == "weight_zero_point":
-        return word, block[1]
+        return (block[0] if spec.float_zeros else word), block[1]
     return (block[0], block[1]) if leaf == "weight_scale" else (ALL, ALL)
 
 

@@ -43,7 +43,7 @@ from formats.foreign.folder import named
 from formats.modeling.layers import embedding_name, head_name
 from formats.pack import unpack_powers
 from formats.scale_table import ScaleTable
-from formats.scheme import LayerScheme, Scheme
+from formats.scheme import LayerScheme, Scheme, has_float_zeros
 from formats.stored.folder import MANIFEST, auxiliary_files, check_manifest, check_own_cache
 from formats.stored.other_kinds import locate_folder
 from formats.stored.safetensors_files import NamedTensors, TensorFile, read_elements, read_tensors
@@ -183,7 +183,12 @@ class Checkpoint(NamedTensors):
         A folder in another tool's layout is one that the tool opens.
         """
         quantized = self.scheme.weights is not None and not self._foreign
-        return only_here(self.config, quantized=quantized, shares_head=self.shares_head)
+        return only_here(
+            self.config,
+            quantized=quantized,
+            shares_head=self.shares_head,
+            float_zeros=has_float_zeros(self._schemes.values()),
+        )
 
     def scheme_of(self, module: str) -> LayerScheme:
         """How a linear layer's weight and input are quantized; of nothing where they are not."""

@@ -139,7 +139,7 @@ def _integers(args: ArgsValues, tensors: Mapping[str, Tensor]) -> tuple[Tensor, 
             f"weight_packed has shape {list(packed.shape)} for {rows} outputs and {columns} inputs "
             f"of {bits} bits. Copy the checkpoint again"
         )
-    if zeros is not None:
+    if zeros is not None and not zeros.is_floating_point():
         zeros = unpack_words(zeros.T.contiguous(), bits, rows).T
     return unpack_words(packed, bits, columns), zeros
 

@@ -27,7 +27,7 @@ from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
 from formats.published.tokenizers import SETTINGS, native_settings, needs_code
 from formats.scale_table import ScaleTable
-from formats.scheme import LayerScheme, Scheme
+from formats.scheme import LayerScheme, Scheme, has_float_zeros
 from formats.stored.folder import (
     ADAPTER_FACTORS,
     INPUT_DIVISOR,
@@ -91,7 +91,8 @@ class _Beside:
         config |= {OWN_KEY: own.model_dump()}
         everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
         shares, quantized = self.shared_head is not None, self.scheme.weights is not None
-        reason = only_here(self.config, quantized=quantized, shares_head=shares)
+        zeros = has_float_zeros([self.scheme, *self.layers.values()])
+        reason = only_here(self.config, quantized=quantized, shares_head=shares, float_zeros=zeros)
         if reason is not None:
             everything[CARD] = card(reason).encode()
         for name, data in (everything | dict(documents)).items():

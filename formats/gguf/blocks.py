@@ -1,14 +1,22 @@
-"""Blocks of 32 weights as ggml lays them out, and weights of ours, bit for bit.
+"""Blocks of weights as ggml lays them out, and weights of ours, bit for bit.
 
     Q8_0      d fp16, q int8 [32]                                      w = d q
     Q4_0      d fp16, 16 bytes of two q each                           w = d (q - 8)
     Q5_0      d fp16, 32 fifth bits, 16 bytes of two lower halves      w = d (q - 16)
     IQ4_NL    d fp16, 16 bytes of two q each                           w = d LEVELS[q]
     Q4_1      d, m fp16, 16 bytes of two q each                        w = d q + m
+    Q5_1      d, m fp16, 32 fifth bits, 16 bytes of two lower halves   w = d q + m
+    Q4_K      d, e fp16, 12 bytes of s and m, 4 times 32 bytes of two q each       w = d s q - e m
+    Q5_K      d, e fp16, 12 bytes of s and m, 32 bytes of fifth bits, then as Q4_K
 
 (ggml-common.h). Byte i of the 16 holds q of weight i in its low four bits, of weight i + 16 in the
 high ones. d of Q4_0 is negative in about half of the blocks, those whose largest weight is
 positive: as int4 with a positive scale it has the zero point -1 there, as int8 it has none.
+
+Blocks of Q4_K and Q5_K have 8 groups of 32 weights, each with s and m of 6 bits. A run of 32 bytes
+holds two groups, one in the low four bits; bit g of byte i is the fifth of weight i of group g.
+What has a minimum has fp32 zero points here: d q + m = (q - z) d with z = -m / d, exact but for
+the rounding of fp32.
 """
 
 from __future__ import annotations
@@ -25,18 +33,34 @@ from formats.stored.weights import StoredWeight
 
 BLOCK = 32
 BYTES = {"Q8_0": 34, "Q4_0": 18, "Q5_0": 22, "IQ4_NL": 18, "Q4_1": 20}  # of a block
+BYTES |= {"Q5_1": 24, "Q4_K": 144, "Q5_K": 176}
+INT4_KINDS = {"Q4_0", "Q4_1", "Q4_K"}
+MINIMA = {"Q4_1", "Q5_1", "Q4_K", "Q5_K"}  # types whose zero points are floats
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 INT8 = LayerScheme(weights=WeightSpec(dtype="int8", granularity="group", group_size=BLOCK))
 SYMMETRIC = LayerScheme(weights=WeightSpec(dtype="int4", granularity="group", group_size=BLOCK))
 INT4 = LayerScheme(
     weights=WeightSpec(dtype="int4", granularity="group", group_size=BLOCK, symmetric=False)
 )
+INT4_FLOAT, INT8_FLOAT = (
+    LayerScheme(
+        weights=WeightSpec(
+            dtype=dtype,
+            granularity="group",
+            group_size=BLOCK,
+            symmetric=False,
+            zero_points="float",
+        )
+    )
+    for dtype in ("int4", "int8")
+)
 
 
 def scheme_of(kinds: Collection[str], *, signed: bool = True) -> LayerScheme | None:
     """How layers of these types that read one input are stored; None where no integers hold them.
 
-    int4 where all are Q4_0, which int8 holds, too; symmetric where no scale is negative.
+    int4 where all have 4 bits in steps of one size, which int8 holds, too; with float zero points
+    where one has minima; symmetric where none has and no scale is negative.
 
     Args:
         kinds: Their types.
@@ -44,7 +68,11 @@ def scheme_of(kinds: Collection[str], *, signed: bool = True) -> LayerScheme | N
     """
     if set(kinds) == {"Q4_0"}:
         return INT4 if signed else SYMMETRIC
-    return INT8 if set(kinds) <= {"Q8_0", "Q4_0", "Q5_0", "IQ4_NL"} else None
+    if not set(kinds) <= BYTES.keys():
+        return None
+    if not MINIMA & set(kinds):
+        return INT8
+    return INT4_FLOAT if set(kinds) <= INT4_KINDS else INT8_FLOAT
 
 
 def has_negative_scales(kind: str, data: np.ndarray) -> bool:
@@ -59,21 +87,23 @@ def unpacked(kind: str, data: np.ndarray, scheme: LayerScheme) -> StoredWeight:
     Args:
         kind: One of those of `scheme_of`.
         data: uint8 [N, blocks * bytes of a block].
-        scheme: `INT8`, `INT4` or `SYMMETRIC`.
+        scheme: One that holds them.
 
     Returns:
-        q int8 [N, K], scale fp32 [N, K / 32], and of `INT4` zero points int8 of that shape.
+        q int8 [N, K], scale fp32 [N, K / 32], and of `INT4` zero points int8 of that shape, of
+        `INT4_FLOAT` and `INT8_FLOAT` fp32.
 
     Raises:
         ValueError: q of a block with a negative scale is -128, whose opposite int8 does not hold.
     """
     blocks = torch.from_numpy(data.copy()).view(len(data), -1, BYTES[kind])
+    if kind in MINIMA:
+        return _with_float_zeros(*_with_minima(kind, blocks))
     scale, rest = _half(blocks[..., :2]), blocks[..., 2:]
     if kind == "Q8_0":
         q = rest.view(torch.int8)
     elif kind == "Q5_0":
-        high = (rest[..., :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1  # 8 weights a byte
-        q = (_nibbles(rest[..., 4:]) | high.flatten(-2).to(torch.int8) << 4) - 16
+        q = _five_bits(rest) - 16
     elif kind == "IQ4_NL":
         q = torch.tensor(LEVELS, dtype=torch.int8)[_nibbles(rest).int()]
     else:
@@ -83,17 +113,50 @@ def unpacked(kind: str, data: np.ndarray, scheme: LayerScheme) -> StoredWeight:
         zeros = torch.zeros_like(scale, dtype=torch.int8)
         q, scale, zeros = without_signs(q.flatten(1), scale, zeros, group)
         return StoredWeight(q, _used(scale), zeros)
+    if scheme in (INT4_FLOAT, INT8_FLOAT):
+        return _with_float_zeros(q, scale, torch.zeros_like(scale))
     negative = (scale < 0)[..., None]
     if bool((negative & (q == -128)).any()):
         raise ValueError("found -128 in a block with a negative scale")
     return StoredWeight(torch.where(negative, -q, q).flatten(1), _used(scale.abs()))
 
 
+def _with_minima(kind: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q int8 [N, groups, 32], d and z fp32 [N, groups] of blocks uint8 [N, blocks, bytes]."""
+    d, low, rest = _half(blocks[..., :2]), _half(blocks[..., 2:4]), blocks[..., 4:]
+    if kind.endswith("_K"):
+        six, rest = rest[..., :12].view(*d.shape, 3, 4), rest[..., 12:]
+        a, b, c = six.unbind(-2)  # of groups 0 to 3 in a and b, whose rest and c are of 4 to 7
+        steps = torch.cat((a & 63, c & 15 | a >> 6 << 4), dim=-1)
+        minima = torch.cat((b & 63, c >> 4 | b >> 6 << 4), dim=-1)
+        d = (d[..., None] * steps).flatten(1)
+        low = -(low[..., None] * minima).flatten(1)
+        runs = rest[..., -128:].unflatten(-1, (4, 32))
+        q = torch.stack((runs & 15, runs >> 4), dim=-2).flatten(-3, -2)
+        if kind == "Q5_K":
+            bits = torch.arange(8, dtype=torch.uint8)[:, None]
+            q |= (rest[..., None, :32] >> bits & 1) << 4
+        q = q.flatten(1, 2).to(torch.int8)
+    else:
+        q = _five_bits(rest) if kind == "Q5_1" else _nibbles(rest)
+    middle = 16 if kind.startswith("Q5") else 8
+    flat = d == 0
+    q = torch.where(flat[..., None], 0, q - middle)
+    return q, d, torch.where(flat, -low, -middle - low / _used(d))
+
+
+def _with_float_zeros(q: Tensor, scale: Tensor, zeros: Tensor) -> StoredWeight:
+    """Of q int8 [N, groups, 32], with scales of any sign: ~q is -1 - q."""
+    negative = scale < 0
+    q = torch.where(negative[..., None], ~q, q).flatten(1)
+    return StoredWeight(q, _used(scale.abs()), torch.where(negative, -1 - zeros, zeros))
+
+
 def packed(kind: str, weight: StoredWeight) -> np.ndarray:
     """The blocks of a weight in groups of 32 or of whole numbers of these: uint8 [N, bytes].
 
     Q8_0 takes int8 without zero points, Q4_0 int4 whose zero points are 0 or, with all steps up to
-    the other end, -1; Q4_1 takes any zero point.
+    the other end, -1; Q4_1 takes any integer zero point, and floats where fp16 holds the minimum.
 
     Raises:
         ValueError: it holds other zero points, or a scale that fp16 does not.
@@ -115,8 +178,25 @@ def packed(kind: str, weight: StoredWeight) -> np.ndarray:
         parts = (_bytes(torch.where(zeros == -1, -scale, scale)), _pairs(q))
     else:
         low = scale * (-8 - zeros.float())
+        if zeros.is_floating_point():
+            q, scale, low = _in_fp16(q, scale, zeros, low)
         parts = (_bytes(scale), _bytes(low), _pairs(q + 8))
     return torch.cat(parts, dim=-1).flatten(1).numpy()
+
+
+def _in_fp16(q: Tensor, scale: Tensor, zeros: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with d = 0 of groups that `_with_minima` found so.
+
+    Raises:
+        ValueError: fp16 does not hold a scale or a minimum; what fp32 rounded of it may differ.
+    """
+    flat = (q == 0).all(dim=-1) & (scale == 1)
+    scale, low = torch.where(flat, 0, scale), torch.where(flat, -zeros, low)
+    rounding = 2.0**-22 * scale * (8 + zeros.abs())
+    exact = torch.equal(scale.half().float(), scale)
+    if not exact or bool(((low.half().float() - low).abs() > rounding).any()):
+        raise ValueError("a scale or a minimum is none of fp16")
+    return torch.where(flat[..., None], -8, q), scale, low
 
 
 def _used(scale: Tensor) -> Tensor:
@@ -138,6 +218,12 @@ def _bytes(values: Tensor) -> Tensor:
 def _nibbles(pairs: Tensor) -> Tensor:
     """q int8 [..., 32] out of bytes [..., 16]."""
     return torch.cat((pairs & 15, pairs >> 4), dim=-1).to(torch.int8)
+
+
+def _five_bits(packed: Tensor) -> Tensor:
+    """q int8 [..., 32] out of 4 bytes of fifth bits and 16 of lower halves."""
+    high = (packed[..., :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1  # 8 weights a byte
+    return _nibbles(packed[..., 4:]) | high.flatten(-2).to(torch.int8) << 4
 
 
 def _pairs(q: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
 """A folder of ours out of a .gguf file.
 
-Linear layers in Q8_0, Q5_0, Q4_0 and IQ4_NL keep their integers and scales, in groups of 32, and so
-does the head where its type is one of these, with the embedding where they are one tensor. Layers
-that read one input, which run as one, are stored alike: as int4 where all are Q4_0, else as int8,
-which holds all of these types. All other matrices are dequantized by the package `gguf`: Q4_1,
-whose blocks have a smallest value in the place of an integer zero point, K- and other I-quants, and
-layers that read one input with such a one.
+Linear layers of the types of `formats.gguf.blocks` keep their integers and scales, in groups of 32,
+and so does the head where its type is one of these, with the embedding where they are one tensor.
+Layers that read one input, which run as one, are stored alike: as int4 where all have 4 bits, else
+as int8, which holds all of these types. All other matrices are dequantized by the package `gguf`:
+other K- and I-quants, and layers that read one input with such a one.
 """
 
 from __future__ import annotations

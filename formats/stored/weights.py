@@ -3,7 +3,8 @@
     int-quantized      X.weight int8 [N, K], X.weight_scale [N, 1]
     float-quantized    X.weight float8_e4m3fn [N, K], X.weight_scale [1], [N, 1] or by block
     pack-quantized     X.weight_packed int32 [N, K b / 32], X.weight_scale [N, groups],
-                       X.weight_shape int64 [2], X.weight_zero_point int32 [N b / 32, groups]
+                       X.weight_shape int64 [2], X.weight_zero_point int32 [N b / 32, groups],
+                       or fp32 [N, groups] of float zero points
     mxfp4-pack-quantized
                        X.weight_packed uint8 [N, K / 2], X.weight_scale uint8 [N, K / 32]; see
                        `formats.pack`
@@ -64,7 +65,8 @@ class StoredWeight:
             were read as one N is their sum, as are the rows of all others.
         scale: fp32, one element a block of the scheme: [N, 1], [N, groups], [1, 1] or
             [row blocks, column blocks].
-        zero_point: int8 of the scale's shape, or None for symmetric quantization.
+        zero_point: Of the scale's shape, int8, or fp32 where the scheme has float zero points;
+            None for symmetric quantization.
         order: int64 [layers, K], the input that each column of a layer belongs to, where groups are
             not neighbouring inputs (GPTQ's act-order); None where column k is input k's.
     """
@@ -157,7 +159,9 @@ def weight_tensors(
         "weight_scale": held if torch.equal(held.float(), scale) else scale,
         "weight_shape": torch.tensor(weight.q.shape, dtype=torch.int64),
     }
-    if weight.zero_point is not None:
+    if scheme.weights.float_zeros and weight.zero_point is not None:
+        tensors["weight_zero_point"] = weight.zero_point
+    elif weight.zero_point is not None:
         tensors["weight_zero_point"] = pack_words(weight.zero_point.T, bits).T.contiguous()
     return tensors
 
@@ -242,7 +246,9 @@ def tensor_kinds(
         "weight_scale": (dtype, scales),
         "weight_shape": (torch.int64, (2,)),
     }
-    if not spec.symmetric:
+    if spec.float_zeros:
+        kinds["weight_zero_point"] = (torch.float32, groups)
+    elif not spec.symmetric:
         kinds["weight_zero_point"] = (torch.int32, (words(shape[0]), groups[1]))
     return kinds
 
@@ -258,7 +264,7 @@ def read_weights(
         read: Gives a tensor by the last part of its name: all layers', one below the other.
 
     Raises:
-        CheckpointError: a scale of MXFP4 is NaN.
+        CheckpointError: a scale of MXFP4 is NaN, or a float zero point is not finite.
     """
     assert scheme.weights is not None
     spec, columns = scheme.weights, shapes[0][1]
@@ -281,6 +287,10 @@ def read_weights(
     if spec.symmetric:
         return StoredWeight(q, scale)
     words, count = read("weight_zero_point"), 32 // spec.bits
+    if spec.float_zeros:
+        if not bool(words.isfinite().all()):
+            raise CheckpointError(f"weight_zero_point holds NaN or infinity; {_DAMAGED}")
+        return StoredWeight(q, scale, words)
     zeros = unpack_words(words.T.contiguous(), spec.bits, len(words) * count)
     rows = [rows for rows, _ in shapes]
     held = [math.ceil(n / count) * count for n in rows]

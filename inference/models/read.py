@@ -27,7 +27,7 @@ class StoredLinear:
         scheme: How it is quantized.
         weight: [N, K]: floats, integers (int4 too, one a byte) or e4m3.
         scale: fp32 [N, groups] where the weight is quantized, else None.
-        zero_point: int8 [N, groups], or None.
+        zero_point: int8 or fp32 [N, groups], or None.
         bias: fp32 [N], or None.
         input_scale: fp32, one element, or None where each token is scaled when it arrives.
         order: int64 [K], the input that each column of the weight multiplies; None where column k

@@ -26,9 +26,12 @@ from kernels.cpu.structures import (
     FORMATS,
     NO_SCALE,
     NO_SUCH_BLOCK,
+    NO_ZERO,
     NONFINITE,
     SCALE_BF16,
     SCALE_F32,
+    ZERO_F32,
+    ZERO_I8,
     AttentionArgs,
     FeedbackTile,
     LinearArgs,
@@ -156,7 +159,7 @@ def pack(
         q: [N, K]: fp32, bf16, fp16, e4m3 or int8 (int4 one a byte, in [-8, 7]).
         fmt: `FORMATS`.
         scale: fp32 [N, groups], or None.
-        zero: int8 [N, groups], or None for symmetric integers.
+        zero: int8 or, for inputs in fp32, fp32 [N, groups]; None for symmetric integers.
         bias: fp32 [N], or None.
         group: Inputs that share a scale; None for all.
 
@@ -171,10 +174,13 @@ def pack(
         exact = fmt == "int4" and torch.equal(scale.bfloat16().float(), scale)
         kind = SCALE_BF16 if exact else SCALE_F32
     q = q.contiguous()
-    zero = None if zero is None else zero.to(torch.int8).contiguous()
+    zeros = NO_ZERO
+    if zero is not None:
+        zeros = ZERO_F32 if zero.is_floating_point() else ZERO_I8
+        zero = zero.to(torch.float32 if zeros == ZERO_F32 else torch.int8).contiguous()
     bias = None if bias is None else bias.float().contiguous()
     source = PackSource(
-        *map(pointer, (q, scale, zero, bias)), FORMATS[fmt], kind, outputs, inputs, group
+        *map(pointer, (q, scale, zero, bias)), FORMATS[fmt], kind, zeros, outputs, inputs, group
     )
     out = aligned(loaded().ptq_pack_bytes(byref(source)))
     loaded().ptq_pack(byref(source), out.data_ptr(), torch.get_num_threads())

@@ -12,6 +12,7 @@ from kernels.activations import Activation
 FLOATS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # of weights
 FORMATS = {"f32": 0, "bf16": 1, "fp8_e4m3": 2, "int8": 3, "int4": 4, "f16": 5}
 NO_SCALE, SCALE_F32, SCALE_BF16 = range(3)
+NO_ZERO, ZERO_I8, ZERO_F32 = range(3)
 SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN, SCALE_TOKEN_F16 = range(5)
 NONFINITE, NO_SUCH_BLOCK = 1, 2
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -30,7 +31,7 @@ class Packed(Structure):
         ("magic", c_uint64),
         *[(name, c_int32) for name in ("isa", "format")],
         *[(name, c_int64) for name in ("outputs", "inputs", "group")],
-        *[(name, c_int32) for name in ("scale_type", "has_zero", "has_bias", "panel")],
+        *[(name, c_int32) for name in ("scale_type", "zero_type", "has_bias", "panel")],
         *[
             (name, c_int64)
             for name in ("panel_bytes", "group_bytes", "data_offset", "bias_offset", "bytes")
@@ -43,7 +44,7 @@ class PackSource(Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("q", "scale", "zero", "bias")],
-        *[(name, c_int32) for name in ("format", "scale_type")],
+        *[(name, c_int32) for name in ("format", "scale_type", "zero_type")],
         *[(name, c_int64) for name in ("outputs", "inputs", "group")],
     ]
 

@@ -109,14 +109,17 @@ def pack_quantized_weight(
         q: [N, K], int8 (int4 too, one a byte) or e4m3.
         scale: fp32 [N, groups].
         dtype: `int8`, `int4` or `fp8_e4m3`.
-        zero_point: int8 [N, groups], or None.
+        zero_point: int8 or, where inputs stay floats, fp32 [N, groups]; None for none.
         group: Inputs that share a scale; None for all.
         bias: Float [N] or None.
         integer_inputs: Whether its inputs will be int8.
 
     Raises:
-        ValueError: a type or shape is another than these, or values are out of range.
+        ValueError: a type or shape is another than these, values are out of range, or zero points
+            are floats for integer inputs.
     """
+    if integer_inputs and zero_point is not None and zero_point.is_floating_point():
+        raise ValueError("zero points are floats; weights of integer inputs have int8 ones")
     _check_quantized(q, scale, dtype, zero_point, group)
     if native.library() is not None:
         return NativeWeight(native.pack(q, dtype, scale, zero_point, bias, group), q.shape[0])

@@ -36,7 +36,7 @@ from formats.foreign.paddle import paddle_tables
 from formats.gguf.locate import is_gguf, locate_model, locate_source
 from formats.gguf.unpack import unpack
 from formats.lock import target_locked
-from formats.scheme import Scheme
+from formats.scheme import Scheme, has_float_zeros
 from formats.stored.folder import SETTINGS_FILES, read_config
 from formats.stored.shards import ShardWriter
 from ptq.convert.conversion import Conversion, compare, parts, require_same, unquantized
@@ -136,6 +136,7 @@ def _convert(
     if foreign:
         settings = quantization or {}
         return import_folder(checkpoint, settings, out, force, shard_bytes, progress)
+    _refuse_float_zeros(checkpoint, target)
     if target == "paddle":
         return _export_tables(checkpoint, out, force)
     return _export(checkpoint, out, target, force, shard_bytes, progress)
@@ -154,6 +155,15 @@ def _refuse_stored_merged(source: Path, config: Mapping[str, Any]) -> None:
             f"{' and '.join(family.stored_merged)} in the place of their parts, which is not "
             "converted. Serve the checkpoint as it is, or quantize the original model with one of "
             "the shipped recipes"
+        )
+
+
+def _refuse_float_zeros(source: Checkpoint, target: str) -> None:
+    """Refuse weights of a .gguf file that have minima in the place of integer zero points."""
+    if has_float_zeros(map(source.scheme_of, source.quantized_modules)):
+        raise CheckpointError(
+            f"{source.path}: found float zero points, those of a .gguf file; {target} holds "
+            "integer ones. Make a float model of it with --to float, and quantize that"
         )
 
 

@@ -1,7 +1,7 @@
 """A checkpoint of ours as a .gguf file, its integers bit for bit.
 
     int4 in groups, symmetric            Q4_0
-    int4 in groups with zero points      Q4_1
+    int4 in groups with zero points      Q4_1, of floats where fp16 holds their minima
     int8, groups or channels             Q8_0
     everything else                      BF16 or F16, as the model's type is; vectors F32
 
@@ -235,7 +235,9 @@ def _tensor(
     if members[0].endswith(".weight") and modules[0] in quantized:
         spec = source.scheme_of(modules[0]).weights
         assert spec is not None
-        kind = _kind(spec, columns) or PLAIN[_float_type(source)]
+        kind = _kind(spec, columns)
+        if kind is None or (spec.float_zeros and not _fits(source, modules, kind)):
+            kind = PLAIN[_float_type(source)]
     elif len(first) == 1:
         kind = "F32"
     else:
@@ -270,6 +272,16 @@ def _kind(spec: WeightSpec, columns: int) -> str | None:
     if spec.dtype == "int4":
         return "Q4_0" if spec.symmetric else "Q4_1"
     return "Q8_0" if spec.dtype == "int8" and spec.symmetric else None
+
+
+def _fits(source: Checkpoint, modules: list[str], kind: str) -> bool:
+    """Whether blocks of a type hold layers whose zero points are floats."""
+    try:
+        for module in modules:
+            packed(kind, source.weight(module))
+    except ValueError:
+        return False
+    return True
 
 
 def _float_type(source: Checkpoint) -> torch.dtype:

@@ -109,7 +109,8 @@ def _split_by_scheme(recipe: Recipe, members: Sequence[ModulePlan]) -> tuple[Key
 
 
 def _check_divisible(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[tuple[Key, str]]:
-    """Layers whose inputs are not whole groups, or whose outputs do not fill packed words."""
+    """Layers whose inputs are not whole groups, whose outputs do not fill packed words, or whose
+    zero points no method makes."""
     by_entry: dict[int | None, list[ModulePlan]] = {}
     for module in modules:
         if module.action == "quantize":
@@ -121,6 +122,12 @@ def _check_divisible(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[
             key = key if entry is None else ("layers", entry, *key)
             yield from _check_groups(key, scheme.weights, members)
             yield from _check_words(key, scheme.weights, members)
+            if scheme.weights.float_zeros:
+                yield (
+                    (*key, "zero_points"),
+                    "float zero points are those of .gguf files, and methods solve integer ones; "
+                    "set zero_points: integer",
+                )
 
 
 def _check_groups(
@@ -148,7 +155,7 @@ def _check_words(
 ) -> Iterator[tuple[Key, str]]:
     word = 32 // spec.bits
     uneven = [m for m in members if not spec.symmetric and m.shape[0] % word]
-    if uneven:
+    if uneven and not spec.float_zeros:
         names = _some([f"{m.name} ({m.shape[0]})" for m in uneven])
         yield (
             (*key, "symmetric"),

@@ -13,6 +13,7 @@ namespace ptq {
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512Vnni = 2 };
 enum Format : int32_t { kF32 = 0, kBF16 = 1, kF8 = 2, kI8 = 3, kI4 = 4, kF16 = 5 };  // F8 is e4m3 (fn)
 enum ScaleType : int32_t { kNoScale = 0, kScaleF32 = 1, kScaleBF16 = 2 };
+enum ZeroType : int32_t { kNoZero = 0, kZeroI8 = 1, kZeroF32 = 2 };
 
 // A packed weight: this header, then panels of `panel` outputs each, then the bias. Outputs are
 // padded with zeros to whole panels, inputs to whole groups of `step` (kI8: 4, kI4: 8 inputs).
@@ -23,18 +24,23 @@ enum ScaleType : int32_t { kNoScale = 0, kScaleF32 = 1, kScaleBF16 = 2 };
 //     kI4: [ceil(g / 8)][panel][4]   bytes; byte j of a lane holds input j in its low nibble and
 //                                    input 4 + j in its high one, as q + 8 (0 to 15)
 //     scale [panel] fp32 or bf16     (bf16 only where that loses nothing)
-//     zero point [panel] int8        only if has_zero; q's zero, so that x' = (q - zero) scale
+//     zero point [panel] int8        only if zero_type; q's zero, so that x' = (q - zero) scale;
+//                                    fp32 ones, for float products alone, are before all of these
 // and starts at a multiple of 64 bytes. Layouts of the float formats are described in gemm_float.h.
 // Weights are packed for the instruction set that packs them and stay in memory only.
 struct Packed {
   uint64_t magic;  // kMagic
   int32_t isa, format;
   int64_t outputs, inputs, group;
-  int32_t scale_type, has_zero, has_bias, panel;
+  int32_t scale_type, zero_type, has_bias, panel;
   int64_t panel_bytes, group_bytes;  // group_bytes: of each group but the last
   int64_t data_offset, bias_offset;  // from the header's start; bias is fp32 [outputs padded]
   int64_t bytes;                     // of all
 };
+// Bytes of a group before its lanes: zero points in fp32, so that all is read in order.
+static inline int64_t lead_of(int32_t zero_type, int64_t panel) {
+  return zero_type == kZeroF32 ? panel * 4 : 0;
+}
 constexpr uint64_t kMagic = 0x5051543157454947;
 constexpr int64_t kAlign = 64;
 
@@ -42,9 +48,9 @@ constexpr int64_t kAlign = 64;
 struct Source {
   const void* q;        // [outputs, inputs]: fp32, bf16, e4m3 or int8 (kI4: int8 in [-8, 7])
   const float* scale;   // [outputs, groups], or null without scales
-  const int8_t* zero;   // [outputs, groups], or null if symmetric
+  const void* zero;     // [outputs, groups] int8 or fp32, or null if symmetric
   const float* bias;    // [outputs] or null
-  int32_t format, scale_type;
+  int32_t format, scale_type, zero_type;
   int64_t outputs, inputs, group;
 };
 

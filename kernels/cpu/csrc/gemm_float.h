@@ -23,7 +23,7 @@ static thread_local Scratch rows_scratch, panel_scratch;  // x, and what one pan
 // Inputs that are summed together, and where their weights lie.
 struct Segment {
   int64_t begin, count;   // inputs
-  int64_t lanes, scales;  // offsets within a panel
+  int64_t zeros, lanes, scales;  // offsets within a panel; zeros: of fp32 ones
 };
 
 // Calls body(Segment) for all segments in order.
@@ -31,10 +31,10 @@ template <class Lane, class Body>
 static inline void for_segments(const Packed& w, const Body& body) {
   for (int64_t g = 0, begin = 0; begin < w.inputs; g++, begin += w.group) {
     const int64_t rest = w.inputs - begin, size = rest < w.group ? rest : w.group;
-    const int64_t base = g * w.group_bytes;
+    const int64_t zeros = g * w.group_bytes, base = zeros + lead_of(w.zero_type, kPanel);
     const int64_t scales = base + ceil_div(size, Lane::kInputs) * kPanel * 4;
     for (int64_t k = 0; k < size; k += kChunk)
-      body(Segment{begin + k, size - k < kChunk ? size - k : kChunk,
+      body(Segment{begin + k, size - k < kChunk ? size - k : kChunk, zeros,
                    base + k / Lane::kInputs * kPanel * 4, scales});
   }
 }
@@ -50,9 +50,11 @@ static inline vf scale_of(const Packed& w, const uint8_t* scales, int v) {
 
 // Zero points of W outputs, in units of Lane::kUnit.
 template <class Lane>
-static inline vf zero_of(const Packed& w, const uint8_t* scales, int v) {
-  const int8_t* zeros = (const int8_t*)scales + kPanel * (w.scale_type == kScaleF32 ? 4 : 2);
-  return mul(load_i8(zeros + v * W), set1(1.0f / Lane::kUnit));
+static inline vf zero_of(const Packed& w, const uint8_t* panel, const Segment& s, int v) {
+  const vf unit = set1(1.0f / Lane::kUnit);
+  if (w.zero_type == kZeroF32) return mul(load((const float*)(panel + s.zeros) + v * W), unit);
+  const uint8_t* zeros = panel + s.scales + kPanel * (w.scale_type == kScaleF32 ? 4 : 2);
+  return mul(load_i8((const int8_t*)zeros + v * W), unit);
 }
 
 // y[row, outputs of a panel] from their totals.
@@ -82,7 +84,7 @@ static void few_rows(const LinearArgs& a, const float* x, int64_t x_stride, int6
   for_segments<Lane>(w, [&](const Segment& s) {
     for (int p = 0; kZero && p < P; p++)
       for (int v = 0; v < NV; v++)
-        zeros[p][v] = zero_of<Lane>(w, data + p * w.panel_bytes + s.scales, v);
+        zeros[p][v] = zero_of<Lane>(w, data + p * w.panel_bytes, s, v);
     vf sum[P][R][NV];
     for (int p = 0; p < P; p++)
       for (int r = 0; r < R; r++)
@@ -146,7 +148,7 @@ template <class Lane, bool kZero>
 static const float* decode(const Packed& w, const uint8_t* panel, const Segment& s, float* out) {
   if (Lane::kInputs == 1) return (const float*)(panel + s.lanes);
   vf zeros[NV];
-  for (int v = 0; kZero && v < NV; v++) zeros[v] = zero_of<Lane>(w, panel + s.scales, v);
+  for (int v = 0; kZero && v < NV; v++) zeros[v] = zero_of<Lane>(w, panel, s, v);
   const uint8_t* lanes = panel + s.lanes;
   float* to = out;
   for (int64_t k = 0; k < s.count; k += Lane::kInputs, lanes += kPanel * 4)
@@ -298,8 +300,8 @@ static void linear_float(const LinearArgs& a, const Team& team) {
   if (w.format == kBF16) return linear_of<LaneBF16, false>(a, team);
   if (w.format == kF16) return linear_of<LaneF16, false>(a, team);
   if (w.format == kF8) return linear_of<LaneF8, false>(a, team);
-  if (w.format == kI8 && w.has_zero) return linear_of<LaneI8, true>(a, team);
+  if (w.format == kI8 && w.zero_type) return linear_of<LaneI8, true>(a, team);
   if (w.format == kI8) return linear_of<LaneI8, false>(a, team);
-  if (w.has_zero) return linear_of<LaneI4, true>(a, team);
+  if (w.zero_type) return linear_of<LaneI4, true>(a, team);
   linear_of<LaneI4, false>(a, team);
 }

@@ -25,7 +25,7 @@ static inline void read_group(const Cut<F>& cut, const uint8_t* panel, int64_t g
   const int8_t* zero_points = (const int8_t*)p + kPanel * (bf16 ? 2 : 4);
   for (int i = 0; i < kPanel; i += W) {
     store(scale + i, bf16 ? load_bf16((const uint16_t*)p + i) : load((const float*)p + i));
-    const vf zeros = cut.w.has_zero ? load_i8(zero_points + i) : zero();
+    const vf zeros = cut.w.zero_type ? load_i8(zero_points + i) : zero();
     store_i32(base + i, to_int(add(zeros, set1((float)kBase<F>))));
   }
 }
@@ -125,7 +125,7 @@ static void stream(const Cut<F>& cut, const uint8_t* panel, Operands o) {
   float factor[kPanel];
   int32_t base[kPanel];
   o.factor = factor;
-  o.base = cut.w.has_zero ? base : nullptr;
+  o.base = cut.w.zero_type ? base : nullptr;
   for (int64_t group = 0; group < cut.groups; group++, o.starts++) {
     vi acc[R][kVectors];
     read_factors(cut, panel, group, factor, base);
@@ -192,7 +192,7 @@ static void prepare_rows(const Cut<F>& cut, const LinearArgs& a, Range rows, Ran
         if (end > cut.w.inputs) end = cut.w.inputs;
         const int64_t count = end - begin < padded ? end - begin : padded;
         const int32_t sum = prepare_inputs<F>(x + begin, count, padded, to);
-        *start++ = cut.w.has_zero ? -sum : -sum * kBase<F>;
+        *start++ = cut.w.zero_type ? -sum : -sum * kBase<F>;
         to += padded * kXBytes<F>;
       }
     }
@@ -304,7 +304,7 @@ static void run_task(const Cut<F>& cut, const LinearArgs& a, Range rows, Range p
     prepare_rows(cut, a, rows, chunks, s);
     for (int64_t panel = panels.begin; panel < panels.end; panel++) {
       const int64_t at = (panel - panels.begin) * area;
-      Operands o = {s.weights, s.factor, cut.w.has_zero ? s.base : nullptr, s.x, s.starts,
+      Operands o = {s.weights, s.factor, cut.w.zero_type ? s.base : nullptr, s.x, s.starts,
                     s.x_stride, s.starts_stride, s.partial + at, s.total + at};
       for (int64_t index = chunks.begin; index < chunks.end; index++) {
         const Chunk c = cut.at(index);

@@ -17,7 +17,8 @@ static inline int64_t lane_inputs(int32_t format) {
 static inline int64_t group_bytes_of(const Source& s, int64_t inputs) {
   int64_t values = ceil_div(inputs, lane_inputs(s.format)) * kPanel * 4;
   int64_t scales = kPanel * (s.scale_type == kScaleF32 ? 4 : s.scale_type == kScaleBF16 ? 2 : 0);
-  return round_up(values + scales + (s.zero != nullptr ? kPanel : 0), kAlign);
+  int64_t zeros = lead_of(s.zero_type, kPanel) + (s.zero_type == kZeroI8 ? kPanel : 0);
+  return round_up(values + scales + zeros, kAlign);
 }
 
 static inline int64_t groups_of(int64_t inputs, int64_t group) { return ceil_div(inputs, group); }
@@ -36,7 +37,7 @@ static Packed header_of(const Source& s) {
   h.inputs = s.inputs;
   h.group = s.group;
   h.scale_type = s.scale_type;
-  h.has_zero = s.zero != nullptr;
+  h.zero_type = s.zero_type;
   h.has_bias = s.bias != nullptr;
   h.panel = kPanel;
   h.panel_bytes = panel_bytes_of(s);
@@ -67,9 +68,11 @@ static void pack_group(const Source& s, int64_t panel, int64_t group, int64_t in
   constexpr int64_t lane_bytes = kNibbles ? 8 : 4;  // of a row
   const int64_t size = lane_bytes / lane_inputs(s.format), bytes = inputs * size;
   const int64_t groups = groups_of(s.inputs, s.group), lanes = ceil_div(bytes, lane_bytes);
+  float* zero_f32 = (float*)out;
+  out += lead_of(s.zero_type, kPanel);
   float* scale_f32 = (float*)(out + lanes * kPanel * 4);
   uint16_t* scale_bf16 = (uint16_t*)scale_f32;
-  int8_t* zero = (int8_t*)scale_f32 + kPanel * (s.scale_type == kScaleF32 ? 4 : 2);
+  int8_t* zero_i8 = (int8_t*)scale_f32 + kPanel * (s.scale_type == kScaleF32 ? 4 : 2);
   const int64_t left = s.outputs - panel * kPanel, rows = left < kPanel ? left : kPanel;
   // 16 lanes at a time: rows lie far apart, and their lines of the cache are read whole.
   for (int64_t from = 0; from < lanes; from += 16) {
@@ -89,7 +92,8 @@ static void pack_group(const Source& s, int64_t panel, int64_t group, int64_t in
     const int64_t at = (panel * kPanel + row) * groups + group;
     if (s.scale_type == kScaleF32) scale_f32[row] = s.scale[at];
     if (s.scale_type == kScaleBF16) scale_bf16[row] = f32_to_bf16(s.scale[at]);
-    if (s.zero != nullptr) zero[row] = s.zero[at];
+    if (s.zero_type == kZeroI8) zero_i8[row] = ((const int8_t*)s.zero)[at];
+    if (s.zero_type == kZeroF32) zero_f32[row] = ((const float*)s.zero)[at];
   }
 }
 

@@ -18,6 +18,14 @@ static inline float scale_at(const Packed& w, const uint8_t* scales, int64_t lan
   return value;
 }
 
+static inline float zero_at(const Packed& w, const uint8_t* group, const uint8_t* scales,
+                            int64_t lane) {
+  const int8_t* zeros = (const int8_t*)scales + w.panel * (w.scale_type == kScaleF32 ? 4 : 2);
+  float value = w.zero_type == kZeroI8 ? (float)zeros[lane] : 0.0f;
+  if (w.zero_type == kZeroF32) memcpy(&value, group + lane * 4, 4);
+  return value;
+}
+
 // Value i of the lane at p, in units of its scale; api.h and gemm_float.h describe the layouts.
 static inline float value_at(int32_t format, const uint8_t* p, int64_t i, float zero) {
   if (format == kI8) return (float)(int8_t)p[i] - zero;
@@ -55,12 +63,11 @@ static inline void unpack_row(const Packed& w, int64_t row, float* out) {
   const uint8_t* group = (const uint8_t*)&w + w.data_offset + row / w.panel * w.panel_bytes;
   for (int64_t begin = 0; begin < w.inputs; begin += w.group, group += w.group_bytes) {
     const int64_t rest = w.inputs - begin, size = rest < w.group ? rest : w.group;
-    const uint8_t* scales = group + (size + each - 1) / each * w.panel * 4;
-    const float scale = scale_at(w, scales, lane);
-    const int8_t* zeros = (const int8_t*)scales + w.panel * (w.scale_type == kScaleF32 ? 4 : 2);
-    const float zero = w.has_zero ? (float)zeros[lane] : 0.0f;
+    const uint8_t* lanes = group + lead_of(w.zero_type, w.panel);
+    const uint8_t* scales = lanes + (size + each - 1) / each * w.panel * 4;
+    const float scale = scale_at(w, scales, lane), zero = zero_at(w, group, scales, lane);
     for (int64_t i = 0; i < size; i++) {
-      const uint8_t* at = group + (i / each * w.panel + lane) * 4;
+      const uint8_t* at = lanes + (i / each * w.panel + lane) * 4;
       out[begin + i] = value_at(w.format, at, i % each, zero) * scale;
     }
   }

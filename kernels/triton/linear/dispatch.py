@@ -11,6 +11,7 @@
 | e4m3, a scale an output or tensor | e4m3, a scale a row or tensor  | `w8a8`       |
 | e4m3, a scale a block of 128x128  | e4m3, a scale a run of 128     | `fp8_block`  |
 | float, few rows                   | float                          | `w16a16`     |
+| integers with float zero points   | float                          | cuBLAS       |
 | any other, and any other size     | the same, as floats            | cuBLAS       |
 
 A packed weight runs itself (`kernels.triton.linear.weight`). Rows of experts go to the same
@@ -62,7 +63,7 @@ def pack(
             alike, [E, N, K]: scales, zero points, biases and the result then have E before their
             own.
         scale: fp32 [N, groups].
-        zero_point: int8 [N, groups] or None.
+        zero_point: int8 or fp32 [N, groups], or None.
         bias: Float [N] or None.
         rows: What its input will be.
         dtype: The model's float type.
@@ -99,6 +100,8 @@ def _packed(
         takes = fits_fp4(codes, scale, rows.dtype, unit)
         return pack_fp4(codes, scale, bias, rows.dtype, unit) if takes else None
     if not fits_tiles(q) or inputs % group or rows.dtype == torch.float32:
+        return None
+    if zero_point is not None and zero_point.is_floating_point():
         return None
     if q.dtype == FP8:
         if rows.dtype != FP8 or not has_e4m3(q.device):

@@ -9,7 +9,10 @@ import torch
 
 from formats.gguf.blocks import (
     INT4,
+    INT4_FLOAT,
     INT8,
+    INT8_FLOAT,
+    MINIMA,
     SYMMETRIC,
     has_negative_scales,
     packed,
@@ -18,17 +21,19 @@ from formats.gguf.blocks import (
 )
 from kernels.numerics import dequantize
 
-ROWS, COLUMNS = 24, 96
+ROWS, COLUMNS = 24, 512
 
 
 def written(kind: str) -> np.ndarray:
     """Random blocks of a type: any bytes behind a scale of either sign."""
     generator = np.random.default_rng(0)
-    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
-    blocks = generator.integers(0, 256, (ROWS, COLUMNS // 32, size), dtype=np.uint8)
-    scales = generator.normal(0, 0.1, (ROWS, COLUMNS // 32, 1)).astype(np.float16)
+    count, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = generator.integers(0, 256, (ROWS, COLUMNS // count, size), dtype=np.uint8)
+    scales, minima = generator.normal(0, 0.1, (2, ROWS, COLUMNS // count, 1)).astype(np.float16)
     if kind == "Q8_0":
         scales = np.abs(scales)  # -128 has no opposite
+    if kind in MINIMA:
+        blocks[..., 2:4] = minima.view(np.uint8)
     blocks[..., :2] = scales.view(np.uint8)
     blocks[0, 0, :2] = 0  # a block of zeros
     return blocks.reshape(ROWS, -1)
@@ -50,12 +55,41 @@ def test_unpacked_is_what_gguf_dequantizes(kind, scheme):
     assert torch.equal(found[0, 32:], wanted[0, 32:])
 
 
+FLOAT_ZEROS = [(kind, INT8_FLOAT) for kind in ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", *sorted(MINIMA))]
+FLOAT_ZEROS += [(kind, INT4_FLOAT) for kind in ("Q4_0", "Q4_1", "Q4_K")]
+
+
+@pytest.mark.parametrize(("kind", "scheme"), FLOAT_ZEROS)
+def test_minima_are_zero_points_but_for_the_rounding_of_fp32(kind, scheme):
+    data = written(kind)
+    weight = unpacked(kind, data, scheme)
+    assert weight.zero_point is not None
+    assert (weight.scale > 0).all()
+    assert scheme == INT8_FLOAT or (weight.q >= -8).all() & (weight.q <= 7).all()
+    found = dequantize(weight.q, weight.scale, weight.zero_point, (1, 32))
+    wanted = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
+    rounding = 2.0**-22 * weight.scale * (16 + weight.zero_point.abs())
+    first = 0 if kind in MINIMA else 1  # of other zeros any scale is stored
+    error = (found - wanted).abs() / rounding.repeat_interleave(32, dim=1)
+    assert error.flatten()[32 * first :].max() <= 1
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_packing_is_the_inverse(kind):
     data = written(kind)
     data[0, :2] = data[0, 34:36]  # a scale of zero is not kept
     scheme = INT8 if kind == "Q8_0" else INT4
     assert np.array_equal(packed(kind, unpacked(kind, data, scheme)), data)
+
+
+def test_blocks_with_minima_that_fp16_holds_are_packed_back():
+    data = written("Q4_1").reshape(ROWS, -1, 20)
+    data[..., 1] &= 0x7F  # llama.cpp writes no negative scale
+    data[0, 0, 4:] = 0  # nor integers of a block with one value
+    data = data.reshape(ROWS, -1)
+    assert np.array_equal(packed("Q4_1", unpacked("Q4_1", data, INT4_FLOAT)), data)
+    with pytest.raises(ValueError, match="none of fp16"):
+        packed("Q4_1", unpacked("Q4_K", written("Q4_K"), INT4_FLOAT))
 
 
 def test_zero_points_and_larger_groups_are_packed():
@@ -81,4 +115,5 @@ def test_layers_that_run_as_one_are_stored_alike():
     assert not has_negative_scales("Q8_0", written("Q8_0"))
     assert scheme_of(["Q4_0", "Q8_0", "Q5_0"]) == INT8
     assert scheme_of(["Q4_0", "Q6_K"]) is None
-    assert scheme_of(["Q4_1"]) is None
+    assert scheme_of(["Q4_1", "Q4_K", "Q4_0"]) == INT4_FLOAT
+    assert scheme_of(["Q4_K", "Q5_0", "Q8_0"]) == INT8_FLOAT

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import gguf
@@ -28,6 +29,7 @@ from ptq.commands import convert as command
 from ptq.convert.convert import convert, describe
 from ptq.recipe.reading import load_recipe
 from tests.conftest import write_quantized
+from tests.inference.parallel.thread_ranks import thread_engine
 from tests.tiny_families import TINY
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -155,14 +157,14 @@ def llama_file(make_model, tmp_path_factory) -> Path:
 
 
 def test_mixed_types_run_on_what_holds_them(llama_file, tmp_path):
-    """q, k and v run as one: int8 holds Q4_0 and Q8_0; Q4_1 beside them makes floats of all."""
+    """q, k and v run as one: int8 holds Q4_0 and Q8_0; a float beside makes floats of all."""
     kinds = {"attn_q.weight": "Q4_0", "attn_k.weight": "Q8_0", "attn_v.weight": "Q5_0"}
-    kinds |= {"ffn_gate.weight": "Q4_0", "ffn_up.weight": "Q4_1", "ffn_down.weight": "Q4_0"}
-    kinds |= {"attn_output.weight": "Q4_1", "token_embd.weight": "Q8_0"}
+    kinds |= {"blk.1.ffn_up.weight": "BF16", "ffn_gate.weight": "Q4_0", "ffn_up.weight": "Q4_1"}
+    kinds |= {"ffn_down.weight": "Q5_1", "attn_output.weight": "Q4_1", "token_embd.weight": "Q8_0"}
     file = quantized_file(llama_file, tmp_path / "mixed.gguf", kinds)
     done = unpack(file, tmp_path / "folder")
-    assert done.kept == 2 * 4 + 1
-    assert done.dequantized == {"Q4_1": 4, "Q4_0": 2}
+    assert done.kept == 2 * 5 + 2 + 1
+    assert done.dequantized == {"Q4_0": 1}
     floats = unpack(file, tmp_path / "floats", floats=True)
     assert floats.kept == 0
     checkpoint = Checkpoint.open(tmp_path / "folder")
@@ -170,9 +172,35 @@ def test_mixed_types_run_on_what_holds_them(llama_file, tmp_path):
     assert (
         checkpoint.scheme_of(f"{layer}.q_proj").text == checkpoint.scheme_of(f"{layer}.v_proj").text
     )
+    wide = checkpoint.scheme_of("model.layers.0.mlp.down_proj").weights
+    narrow = checkpoint.scheme_of("model.layers.0.mlp.up_proj").weights
+    assert wide is not None
+    assert narrow is not None
+    assert (wide.text, narrow.text) == tuple(
+        f"{kind} weights group of 32, asymmetric, float zero points" for kind in ("int8", "int4")
+    )
+    assert checkpoint.scheme_of("model.layers.0.mlp.gate_proj").weights == narrow
     assert checkpoint.shares_head
     a, b = (logits(tmp_path / name).log_softmax(-1) for name in ("folder", "floats"))
     assert (b.exp() * (b - a)).sum(-1).mean() < 1e-5
+
+
+def test_minima_go_back_into_a_file_and_into_no_other_layout(llama_file, tmp_path):
+    kinds = {"attn_q.weight": "Q4_1", "ffn_down.weight": "Q4_1", "attn_v.weight": "Q5_1"}
+    file = quantized_file(llama_file, tmp_path / "a.gguf", kinds | {"attn_k.weight": "Q4_1"})
+    unpack(file, tmp_path / "folder")
+    convert(tmp_path / "folder", tmp_path / "b.gguf", "gguf")
+    a, b = (GgufFile(tmp_path / name).tensors for name in ("a.gguf", "b.gguf"))
+    down = "blk.0.ffn_down.weight"
+    assert (a[down].kind, b[down].kind) == ("Q4_1", "Q4_1")
+    assert np.array_equal(a[down].data, b[down].data)
+    assert b["blk.0.attn_v.weight"].kind == "BF16"  # no type has its 5 bits in int8
+    with closing(thread_engine(tmp_path / "folder", 2)) as ranks:
+        found = ranks.score(ids())
+    torch.testing.assert_close(found, logits(tmp_path / "folder"), atol=2e-5, rtol=0)
+    for target in ("awq", "gptq", "paddle"):
+        with pytest.raises(CheckpointError, match=r"float zero points.*with --to float"):
+            convert(tmp_path / "folder", tmp_path / "out", target)
 
 
 def test_floats_of_a_file_have_the_type_that_is_asked_for(llama_file, tmp_path):
@@ -188,7 +216,7 @@ def test_gemma_runs_in_bf16_whatever_its_floats_are(make_model, tmp_path):
     """Its hidden states leave the range of fp16, in which dequantized weights are stored."""
     convert(make_model("gemma2", **MODELS["gemma2"]), tmp_path / "m.gguf", "gguf")
     file = quantized_file(tmp_path / "m.gguf", tmp_path / "q.gguf", {"weight": "Q4_1"}, "gemma2")
-    unpack(file, tmp_path / "folder")
+    unpack(file, tmp_path / "folder", floats=True)
     checkpoint = Checkpoint.open(tmp_path / "folder")
     assert checkpoint.config["dtype"] == "bfloat16"
     assert checkpoint.dtype("model.layers.0.self_attn.q_proj.weight") == torch.float16

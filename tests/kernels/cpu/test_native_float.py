@@ -14,6 +14,7 @@ import torch
 
 from kernels.cpu import native
 from kernels.cpu.structures import FLOATS, LinearArgs
+from kernels.cpu.weights import pack_quantized_weight
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 SIZES = [(1, 1), (3, 7), (33, 61), (61, 33), (96, 288), (130, 577), (33, 1025), (16, 4544)]  # N, K
@@ -26,6 +27,7 @@ class Kind(NamedTuple):
     fmt: str
     group: int | None = None
     asymmetric: bool = False
+    float_zeros: bool = False
 
 
 KINDS = [
@@ -33,6 +35,7 @@ KINDS = [
     *[Kind("fp8_e4m3", 128), Kind("int8", 128), Kind("int8", 32, True), Kind("int8", None, True)],
     *[Kind("int8", 33, True), Kind("int4"), Kind("int4", 64), Kind("int4", 32, True)],
     *[Kind("int4", 128, True), Kind("int4", None, True), Kind("int4", 33, True)],
+    *[Kind("int8", 32, True, True), Kind("int4", 32, True, True), Kind("int4", 33, True, True)],
 ]
 
 
@@ -66,7 +69,7 @@ def codes_of(fmt: str, outputs: int, inputs: int) -> torch.Tensor:
 
 
 def weight(kind: Kind, outputs: int, inputs: int, with_bias: bool = True) -> Weight:
-    fmt, group, asymmetric = kind
+    fmt, group, asymmetric, float_zeros = kind
     q = codes_of(fmt, outputs, inputs)
     group = inputs if group is None else min(group, inputs)
     groups = -(-inputs // group)
@@ -74,6 +77,8 @@ def weight(kind: Kind, outputs: int, inputs: int, with_bias: bool = True) -> Wei
     values, of = q.double(), torch.arange(inputs) // group
     if asymmetric:
         zero = torch.randint(-128, 128, (outputs, groups), dtype=torch.int8)
+        if float_zeros:  # differences and their products with 24 bits, rounded once in all
+            zero = zero / 16 - 300
         values = values - zero[:, of]
     if fmt not in FLOATS.values():
         scale = torch.rand(outputs, groups) + 0.5
@@ -159,6 +164,19 @@ def test_rows_of_several_blocks_stay_as_they_are(isa):
     w, x = weight(Kind("int8", 32), 33, 50), torch.randn(2100, 50)  # 1024 rows a block at most
     parts = [native.linear(part, w.packed) for part in x.split(100)]
     assert torch.equal(native.linear(x, w.packed), torch.cat(parts))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.asymmetric])
+def test_rows_are_gathered_with_their_zero_points(isa, kind):
+    torch.manual_seed(0)
+    w, ids = weight(kind, 70, 300), torch.tensor([69, 0, 16, 0])
+    assert torch.equal(native.rows(w.packed, ids), w.values.float()[ids])
+
+
+def test_float_zero_points_are_for_float_inputs():
+    q, scale = torch.zeros(4, 32, dtype=torch.int8), torch.ones(4, 1)
+    with pytest.raises(ValueError, match="zero points are floats"):
+        pack_quantized_weight(q, scale, "int4", scale, 32, integer_inputs=True)
 
 
 def test_bf16_gives_the_bits_of_the_same_weight_in_fp32(isa):

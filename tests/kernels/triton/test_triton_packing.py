@@ -45,6 +45,23 @@ def weights(bits: int, group: int, zeros: bool, dtype: torch.dtype, two_level: b
     return q, scale, zero if zeros else None, torch.randn(EXPERTS, OUTPUTS, generator=generator)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@interpreted
+def test_float_zero_points_are_dequantized(bits):
+    from kernels.triton.linear.dispatch import pack
+    from kernels.triton.linear.w16a16 import DenseWeight
+    from kernels.triton.linear.weight import InputFormat
+
+    q, scale, zero, _ = weights(bits, 32, True, torch.float16, False)
+    assert zero is not None
+    zero, rows = zero + 0.3, InputFormat(torch.float16)
+    found = pack(q, scale, zero, None, rows, torch.float16, bits=bits, group=32)
+    assert isinstance(found, DenseWeight)
+    by_group = q.unflatten(-1, (-1, 32)).double() - zero[..., None].double()
+    wanted = (by_group * scale[..., None].double()).flatten(-2)
+    torch.testing.assert_close(found.weight.double(), wanted, rtol=2**-10, atol=1e-7)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("case", CASES)
 @interpreted

@@ -234,6 +234,7 @@ def test_schemes_that_no_kernel_runs_are_refused():
         ({"dtype": "fp8_e4m3", "granularity": "group", "group_size": 128}, None, "groups"),
         ({"dtype": "fp8_e4m3", "symmetric": False}, None, "zero point"),
         ({"dtype": "int8", "granularity": "block"}, None, "per_channel"),
+        ({"dtype": "int8", "symmetric": False, "zero_points": "float"}, None, "in groups"),
     ):
         with pytest.raises(ValueError, match=word):
             WeightSpec(**weights)

@@ -284,6 +284,13 @@ def test_an_output_that_is_taken(tiny_llama, tmp_path):
     assert plan(tmp_path, tiny_llama, force=True).blocks
 
 
+def test_float_zero_points_are_refused_by_name(tiny_llama, tmp_path):
+    weights = "{dtype: int4, granularity: group, symmetric: false, zero_points: float}"
+    (found,) = problems(tmp_path, tiny_llama, "", "scheme=w4", f"scheme.weights={weights}")
+    assert "scheme.weights.zero_points: float zero points are those of .gguf files" in found
+    assert found.endswith("set zero_points: integer")
+
+
 def test_an_output_around_the_model(tiny_llama, tmp_path):
     model = copy(tiny_llama, tmp_path / "out")
     with pytest.raises(RecipeError, match="holds the model itself"):
