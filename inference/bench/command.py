@@ -21,7 +21,7 @@ from pathlib import Path
 from formats.command import CommandParser, count, device
 from formats.errors import EngineError
 from formats.files import replace_file
-from formats.gguf.locate import locate_model
+from formats.gguf.locate import is_gguf, locate_model
 from inference.arguments import (
     add_adapter_argument,
     add_invariant_argument,
@@ -154,9 +154,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for wrong, message in _rules(arguments):
         if wrong:
             own.error(message)
-    for model in (arguments.checkpoint, arguments.against):
-        if model is not None:
-            locate_model(model)
+    for name in ("checkpoint", "against"):
+        model = getattr(arguments, name)
+        folder = None if model is None else locate_model(model)
+        if model is not None and is_gguf(model):
+            setattr(arguments, name, folder)
     if arguments.shape is not None:
         read_shape(arguments.shape)
         read_scheme(arguments.scheme)

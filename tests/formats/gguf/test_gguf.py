@@ -24,6 +24,7 @@ from formats.gguf.locate import locate_model
 from formats.gguf.tokenizer import RULES, cuts_by
 from formats.gguf.unpack import unpack
 from inference import predict
+from inference.bench import command as bench
 from inference.engine import Engine
 from ptq.commands import convert as command
 from ptq.convert.convert import convert, describe
@@ -235,6 +236,9 @@ def test_commands_take_the_file_itself(llama_file, tmp_path, monkeypatch, capsys
     assert (tmp_path / "again.gguf").stat().st_size == llama_file.stat().st_size
     assert predict.main([str(llama_file), "--prompt", "def", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out
+    given = [str(llama_file), "--batch", "1", "--prompt", "4", "--new", "2"]
+    assert bench.main([*given, "--repeats", "1", "--against", str(llama_file)]) == 0
+    assert "decode at " in capsys.readouterr().out
 
 
 def test_a_recipe_quantizes_the_floats_of_a_file(llama_file, tmp_path, monkeypatch):
