@@ -11,7 +11,8 @@
 namespace ptq {
 
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512Vnni = 2 };
-enum Format : int32_t { kF32 = 0, kBF16 = 1, kF8 = 2, kI8 = 3, kI4 = 4, kF16 = 5 };  // F8 is e4m3 (fn)
+// F8 is e4m3 (fn).
+enum Format : int32_t { kF32 = 0, kBF16 = 1, kF8 = 2, kI8 = 3, kI4 = 4, kF16 = 5 };
 enum ScaleType : int32_t { kNoScale = 0, kScaleF32 = 1, kScaleBF16 = 2 };
 enum ZeroType : int32_t { kNoZero = 0, kZeroI8 = 1, kZeroF32 = 2 };
 
