@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt = _read_stdin() if arguments.prompt == "-" else arguments.prompt
     if arguments.output is not None:
         require_writable(arguments.output)
-    folder = locate_model(arguments.checkpoint, arguments.revision)
+    folder = locate_model(arguments.checkpoint, arguments.revision, progress=not arguments.quiet)
     places = max(arguments.batch_size, arguments.beam_width or 1)
     engine = open_engine(folder, arguments, places, read_adapters(arguments))
     prompts = PromptFormat.of(

@@ -26,7 +26,13 @@ def locate_source(name: str | Path) -> Path:
     return Path(name) if is_gguf(name) else locate_model(name)
 
 
-def locate_model(name: str | Path, revision: str | None = None, *, floats: bool = False) -> Path:
+def locate_model(
+    name: str | Path,
+    revision: str | None = None,
+    *,
+    floats: bool = False,
+    progress: bool = True,
+) -> Path:
     """The folder of a model; that of a .gguf file is made when it is asked for first, and kept.
 
     It is kept in `PTQ_CACHE`, or else `~/.cache/ptq`, under `gguf/`.
@@ -35,6 +41,7 @@ def locate_model(name: str | Path, revision: str | None = None, *, floats: bool 
         name: A folder, a .gguf file, or a model's name (`formats.hub`).
         revision: Branch, tag or commit of a model on the hub.
         floats: Whether integers of a .gguf file become floats, to be quantized anew.
+        progress: Whether to show a bar while its folder is made.
 
     Raises:
         CheckpointError: there is no such model, it cannot be had, or it is of a kind that is not
@@ -52,5 +59,5 @@ def locate_model(name: str | Path, revision: str | None = None, *, floats: bool 
         folder.parent.mkdir(parents=True, exist_ok=True)
         with target_locked(folder):
             if not (folder / "config.json").is_file():
-                unpack.unpack(path, folder, floats=floats, progress=True)
+                unpack.unpack(path, folder, floats=floats, progress=progress)
     return folder

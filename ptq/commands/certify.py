@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Certify a checkpoint, or verify its certificate; 1 where that is red or not the same."""
     arguments = parser().parse_args(argv)
     given = {name: getattr(arguments, name) for name in ("against", "prompts", "seed")}
-    folder, progress = locate_model(arguments.checkpoint), not arguments.quiet
+    progress = not arguments.quiet
+    folder = locate_model(arguments.checkpoint, progress=progress)
     if arguments.verify:
         count, differences = runs.verify(folder, **given, progress=progress)
         print(

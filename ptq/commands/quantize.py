@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Quantize a model and report what it cost; 0 where its verdict is not red."""
     arguments = _parsed(argv)
     if not is_hub_id(arguments.model):
-        locate_model(arguments.model, floats=True)
+        locate_model(arguments.model, floats=True, progress=not arguments.quiet)
     settings = settings_for(
         arguments.model,
         data=arguments.data,

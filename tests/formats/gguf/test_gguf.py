@@ -236,6 +236,10 @@ def test_commands_take_the_file_itself(llama_file, tmp_path, monkeypatch, capsys
     assert (tmp_path / "again.gguf").stat().st_size == llama_file.stat().st_size
     assert predict.main([str(llama_file), "--prompt", "def", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out
+    monkeypatch.setenv("PTQ_CACHE", str(tmp_path / "another"))
+    words = ["--prompt", "def", "--max-tokens", "4", "--quiet"]
+    assert predict.main([str(llama_file), *words]) == 0
+    assert "Reading" not in capsys.readouterr().err
     given = [str(llama_file), "--batch", "1", "--prompt", "4", "--new", "2"]
     assert bench.main([*given, "--repeats", "1", "--against", str(llama_file)]) == 0
     assert "decode at " in capsys.readouterr().out
