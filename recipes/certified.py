@@ -10,22 +10,19 @@ Each table stands below a line `<!-- certificates: MODEL -->`; a row of it is on
 from __future__ import annotations
 
 import csv
+import io
 import math
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import pandas as pd
-
 from formats.command import run_command
-from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.namespace import ROOT
 from ptq.certify.certificate import Certificate
 from ptq.certify.figures import Figure
+from recipes import results
 
-PAGE = ROOT / "recipes" / "RESULTS.md"
 TABLE = ROOT / "recipes" / "certified.csv"
 NO_LOOP, LENGTH, EQUAL = "answers.no_loop", "answers.length", "answers.equal"
 FIGURES = {
@@ -39,7 +36,6 @@ FIGURES = {
     "JSON that fits": "objects.fit",
     "needle": "needle.chosen",
 }
-PLACE = re.compile(r"<!-- certificates: (\S+) -->\n(?:\|.*\n)*")
 
 
 def cell(figure: Figure | None) -> str:
@@ -86,43 +82,34 @@ def certified_rows(table: Path | None = None) -> list[dict[str, str]]:
 
 
 def record(rows: Iterable[dict[str, str]], table: Path | None = None) -> None:
-    """Put rows in the place of those of the same model and recipe."""
+    """Put rows, one at the least, in the place of those of the same model and recipe."""
     kept = {(r["model"], r["recipe"]): r for r in [*certified_rows(table), *rows]}
-    if kept:
-        ordered = sorted(kept.values(), key=lambda r: (r["model"], float(r["KL of prose"])))
-        text = pd.DataFrame(ordered).to_csv(index=False, lineterminator="\n")
-        replace_file(table or TABLE, text.encode())
+    ordered = sorted(kept.values(), key=lambda r: (r["model"], float(r["KL of prose"])))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(ordered[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(ordered)
+    replace_file(table or TABLE, text.getvalue().encode())
 
 
 def written(page: str, table: Path | None = None) -> str:
-    """The page with its tables as they are now.
+    """The page with its tables as they are now; raises as `results.filled`."""
+    rows, shown = certified_rows(table), ["recipe", "verdict", *FIGURES, "beyond their limit"]
 
-    Raises:
-        RecipeError: a model that has certificates has no place in it.
-    """
-    rows = certified_rows(table)
-    missing = {row["model"] for row in rows} - set(PLACE.findall(page))
-    if missing:
-        line = f"<!-- certificates: {min(missing)} -->"
-        raise RecipeError(
-            f"RESULTS.md has no place for the certificates of {min(missing)}; write the line "
-            f"`{line}` where they are to stand"
-        )
-    shown = ["recipe", "verdict", *FIGURES, "beyond their limit"]
-
-    def rewritten(found: re.Match[str]) -> str:
-        own = [[row[name] for name in shown] for row in rows if row["model"] == found[1]]
+    def markdown(model: str) -> str:
+        own = [[row[name] for name in shown] for row in rows if row["model"] == model]
         lines = [shown, ["---"] * len(shown), *([f"`{name}`", *rest] for name, *rest in own)]
-        text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-        return f"<!-- certificates: {found[1]} -->\n{text}"
+        return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
-    return PLACE.sub(rewritten, page)
+    models = {row["model"] for row in rows}
+    return results.filled(page, "certificates", "place for the certificates", models, markdown)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page."""
     del argv
-    replace_file(PAGE, written(PAGE.read_text(encoding="utf-8")).encode())
+    page = results.PAGE
+    replace_file(page, written(page.read_text(encoding="utf-8")).encode())
     return 0
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import pandas as pd
 
@@ -26,7 +26,6 @@ from ptq.report.known import Known, known_figures, write_figures
 PAGE = ROOT / "recipes" / "RESULTS.md"
 DEFAULT = "tiny-python"
 FOUR_BITS = " ¹"  # beside int4 schemes of a model whose weights had 4 bits before
-TABLE = re.compile(r"<!-- table: (\S+) -->\n(?:\|.*\n)*")
 
 
 def row_of(recipe: str, report: ReportData, *, model: str, text: str, original_bits: int) -> Known:
@@ -88,23 +87,35 @@ def frame_of(model: str) -> pd.DataFrame:
 
 
 def written(page: str) -> str:
-    """The page with its tables as they are now.
+    """The page with its tables as they are now; raises as `filled`."""
+    models = {row.model for row in known_figures()}
+    return filled(page, "table", "table", models, lambda m: comparison.markdown(frame_of(m)))
+
+
+def filled(
+    page: str, kind: str, title: str, models: Collection[str], table: Callable[[str], str]
+) -> str:
+    """The page with the table of each model below its line `<!-- KIND: MODEL -->`.
+
+    Args:
+        page: In Markdown.
+        kind: Of the table.
+        title: The same in a message.
+        models: Those that have one.
+        table: Gives a model's, in Markdown.
 
     Raises:
-        RecipeError: a model that was measured has no place in it.
+        RecipeError: a model has no place in the page.
     """
-    missing = {row.model for row in known_figures()} - set(TABLE.findall(page))
+    place = re.compile(rf"<!-- {kind}: (\S+) -->\n(?:\|.*\n)*")
+    missing = {*models} - {*place.findall(page)}
     if missing:
         name = min(missing)
         raise RecipeError(
-            f"RESULTS.md has no table of {name}; write the line `<!-- table: {name} -->` where it "
-            "is to stand, and say there what it was measured on"
+            f"RESULTS.md has no {title} of {name}; write the line `<!-- {kind}: {name} -->` where "
+            "it is to stand, and say there what it was measured on"
         )
-
-    def table(found: re.Match[str]) -> str:
-        return f"<!-- table: {found[1]} -->\n{comparison.markdown(frame_of(found[1]))}"
-
-    return TABLE.sub(table, page)
+    return place.sub(lambda found: f"<!-- {kind}: {found[1]} -->\n{table(found[1])}", page)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

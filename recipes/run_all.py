@@ -161,13 +161,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs = {n: r for n, r in reports.items() if isinstance(r, ReportData)}
             results.record(results.row_of(n, report, **shared) for n, report in runs.items())
             found = ((path.name, read_certificate(path / CHECKPOINT_FOLDER)) for path in ran)
-            certified.record(certified.row_of(name, n, own) for n, own in found if own is not None)
+            if rows := [certified.row_of(name, n, own) for n, own in found if own is not None]:
+                certified.record(rows)
+                certified.main()
     print("\n".join(tables), end="")
     if tables and arguments.markdown is not None:
         replace_file(arguments.markdown, "\n".join(tables).encode())
     if tables and arguments.record:
         results.main()
-        certified.main()
     for line in failed:
         print(f"FAILED: {line}")
     return 2 if failed else 0

@@ -156,9 +156,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             own.error(message)
     for name in ("checkpoint", "against"):
         model = getattr(arguments, name)
-        folder = None if model is None else locate_model(model)
-        if model is not None and is_gguf(model):
-            setattr(arguments, name, folder)
+        if model is not None:
+            folder = locate_model(model)
+            if is_gguf(model):
+                setattr(arguments, name, folder)
     if arguments.shape is not None:
         read_shape(arguments.shape)
         read_scheme(arguments.scheme)

@@ -271,10 +271,10 @@ def measure(
     Raises:
         EngineError: it does not fit on the GPU.
     """
-    gc.collect()
-    torch.cuda.empty_cache()  # of the scheme before
-    torch.cuda.reset_peak_memory_stats()
     bandwidth = copied_bandwidth()
+    gc.collect()
+    torch.cuda.empty_cache()  # of the scheme before, and of the copy
+    torch.cuda.reset_peak_memory_stats()
     engine = make_engine(shape, scheme, batches, context, head, ranks)
     steps = [measure_step(engine, batch, context, bandwidth) for batch in batches]
     prefill, short = measure_prefill(engine), measure_short(engine)

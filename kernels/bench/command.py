@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.bench import shapes
-from kernels.bench.shapes import ALL_REDUCE, CPU_FAMILIES, FAMILIES, LINKS, count, layer
+from kernels.bench.shapes import ALL_REDUCE, ALONE, CPU_FAMILIES, FAMILIES, LINKS, count, layer
 
 KERNELS = """\
 Every kernel beside its floor and what torch has for it: the kernels of the GPU where there is one,
@@ -29,7 +29,7 @@ else the compiled ops of the CPU.
 "+ quant" is what quantizing the inputs adds to the op before; "published" are times of other
 kernels on the same device, measured once (kernels/bench/peers/published_peers.json). The sum over
 GPUs of a host with what follows it, all_reduce, is measured alone, by processes that it starts;
-so is what it takes from one kernel to the next, links.
+links, what it takes from one kernel to the next, alone, too.
 """
 TUNE = """\
 Measure tiles on this GPU and write the device's table. What it has for other families or shapes is
@@ -64,9 +64,9 @@ def parse_kernels(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.device not in (None, "cpu", "cuda"):
         parser.error(f"--device: found {arguments.device!r}; allowed are cuda and cpu")
-    for name in (ALL_REDUCE, LINKS):
-        if name in arguments.families:
-            _check_alone(parser, name, arguments)
+    alone = ALONE.keys() & {*arguments.families}
+    for family in alone:
+        _check_alone(parser, family, arguments)
     for path in (arguments.json, arguments.markdown):
         if path is not None and not path.parent.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}; make it first")
@@ -75,7 +75,7 @@ def parse_kernels(argv: Sequence[str] | None) -> argparse.Namespace:
 
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     arguments.peers |= arguments.device == "cpu"
-    if {ALL_REDUCE, LINKS} & {*arguments.families}:
+    if alone:
         return arguments
     if arguments.ranks:
         parser.error(f"--ranks: only {ALL_REDUCE} has ranks; name it as the family")
@@ -97,17 +97,16 @@ def _check_alone(
         parser.error(f"found {family} beside other families; it is measured alone")
     if arguments.device == "cpu":
         parser.error(f"--device: found cpu; {family} runs on GPUs")
-    own = ["ranks"] if family == ALL_REDUCE else []
+    takes = " and ".join(f"--{option}" for option in ALONE[family])
     for name in ("table", "peers", "shapes", "rows", "most", "markdown", "ranks"):
-        if getattr(arguments, name) and name not in own:
-            takes = " and ".join(f"--{option}" for option in [*own, "json"])
+        if getattr(arguments, name) and name not in ALONE[family]:
             parser.error(f"--{name}: {family} takes {takes} alone")
 
 
 def kernels(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 where a result was wrong, 2 where there is nothing to run."""
     arguments = parse_kernels(argv)
-    if {ALL_REDUCE, LINKS} & {*arguments.families} or arguments.device == "cuda":
+    if ALONE.keys() & {*arguments.families} or arguments.device == "cuda":
         from kernels.devices import run_on_gpu
 
         return run_on_gpu(lambda device: _measure_on_gpu(arguments, device))

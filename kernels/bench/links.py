@@ -22,6 +22,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import triton
@@ -31,8 +32,8 @@ from kernels.bench.case import replay
 from kernels.triton.common import ASM, alone, announce, overlap, wait
 from kernels.triton.tuning import multiprocessors
 
-CHAIN, FEW, MANY, TURNS = 288, 100, 600, 20  # kernels of a graph, barriers of two kernels, replays
-STRIDE = 32  # int32 between counts, in a cache line each
+CHAIN, FEW, MANY = 288, 100, 600  # kernels of a graph, barriers of a short and of a long kernel
+WARM_UP, TURNS = 3, 20  # replays
 ARRIVE = tl.constexpr("""{ .reg .pred first; .reg .b32 t;
 mov.u32 t, %tid.x;
 setp.eq.u32 first, t, 0;
@@ -96,6 +97,12 @@ class Link:
     us: float
 
 
+def chain(programs: int) -> None:
+    """Launch empty kernels of so many programs."""
+    for _ in range(CHAIN):
+        empty_kernel[(programs,)](**overlap())
+
+
 def measured(run: Callable[[], object]) -> float:
     """Microseconds of what `run` launches, as a CUDA graph."""
     run()
@@ -103,37 +110,37 @@ def measured(run: Callable[[], object]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    times = [replay(graph, 1, lambda i: None) for _ in range(TURNS + 3)]
-    return statistics.median(times[3:])
+    times = [replay(graph, 1, lambda i: None) for _ in range(WARM_UP + TURNS)]
+    return statistics.median(times[WARM_UP:])
+
+
+def barrier(programs: int, device: torch.device) -> float:
+    """Microseconds of a barrier of so many programs.
+
+    Raises:
+        RuntimeError: they did not wait for each other.
+    """
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    few, many = (
+        measured(partial(barriers_kernel[(programs,)], count, times, PROGRAMS=programs))
+        for times in (FEW, MANY)
+    )
+    launches = 1 + WARM_UP + TURNS  # of each
+    if int(count) != programs * launches * (FEW + MANY):
+        raise RuntimeError(f"{programs} programs did not wait for each other")
+    return (many - few) / (MANY - FEW)
 
 
 def links(device: torch.device) -> Iterator[Link]:
-    """All of them: of one program, of one a multiprocessor, and of two.
-
-    Raises:
-        RuntimeError: programs did not wait for each other.
-    """
+    """All of them: of one program, of one a multiprocessor, and of two; raises as `barrier`."""
     each = multiprocessors(device)
     for programs in (1, each, 2 * each):
-
-        def chain(programs: int = programs) -> None:
-            for _ in range(CHAIN):
-                empty_kernel[(programs,)](**overlap())
-
+        run = partial(chain, programs)
         with alone():
-            yield Link(programs, "kernel", measured(chain) / CHAIN)
-        yield Link(programs, "early kernel", measured(chain) / CHAIN)
+            yield Link(programs, "kernel", measured(run) / CHAIN)
+        yield Link(programs, "early kernel", measured(run) / CHAIN)
     for programs in (each, 2 * each):
-        count = torch.zeros(STRIDE, dtype=torch.int32, device=device)
-
-        def barriers(times: int, programs: int = programs, count: torch.Tensor = count) -> float:
-            return measured(lambda: barriers_kernel[(programs,)](count, times, PROGRAMS=programs))
-
-        us = (barriers(MANY) - barriers(FEW)) / (MANY - FEW)
-        launches = TURNS + 3 + 1  # with the one before the capture
-        if int(count[0]) != programs * launches * (MANY + FEW):
-            raise RuntimeError(f"{programs} programs did not wait for each other")
-        yield Link(programs, "barrier", us)
+        yield Link(programs, "barrier", barrier(programs, device))
 
 
 def table(found: list[Link]) -> str:

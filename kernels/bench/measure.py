@@ -207,6 +207,7 @@ def to_json(limits: Limits, rows: Sequence[Row], missing: dict[tuple[str, str], 
     return json.dumps(data, indent=1) + "\n"
 
 
+@cache
 def copied_bandwidth() -> float:
     """Bytes a microsecond, read and written, of a copy of 1 GiB on the GPU."""
     x = torch.randint(-(2**31), 2**31, (1 << 28,), dtype=torch.int32, device="cuda")

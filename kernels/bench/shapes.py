@@ -18,8 +18,9 @@ INTEGERS = ("w4a8_two_level", "w8a8")  # whose sums over all inputs are exact
 SMALL_FLOATS = {"w4a16_nvfp4": 16, "w4a16_mxfp4": 32}  # e2m1 weights, that many with one scale
 LAYERS = (*GROUPED, *SMALL_FLOATS, *INTEGERS, "fp8", "fp8_block", "w16a16")
 FAMILIES = (*LAYERS, "experts", "attention", "prefill", "attention_kinds", "fused", "sampling")
-ALL_REDUCE, RANKS = "all_reduce", (2, 4, 8)  # measured alone, by processes with a GPU each
-LINKS = "links"  # measured alone
+ALL_REDUCE, RANKS = "all_reduce", (2, 4, 8)  # by processes with a GPU each
+LINKS = "links"
+ALONE = {ALL_REDUCE: ("ranks", "json"), LINKS: ("json",)}  # and the options that they take
 CPU_LAYERS = ("w8a8", "w4a8", "w8a16", "w4a16", "fp8", "w16a16")
 CPU_FAMILIES = (*CPU_LAYERS, "attention", "fused")
 

@@ -9,7 +9,7 @@ import pytest
 from formats.errors import RecipeError
 from ptq.certify.certificate import Certificate, Made
 from ptq.certify.figures import Row, judge, overall
-from recipes import certified
+from recipes import certified, results
 
 
 def certificate(kl: float, fits: float) -> Certificate:
@@ -67,5 +67,5 @@ def test_rows_are_kept_by_model_and_recipe_and_shown_in_their_place(tmp_path):
 
 
 def test_the_page_shows_the_certificates_as_they_are():
-    page = certified.PAGE.read_text(encoding="utf-8")
+    page = results.PAGE.read_text(encoding="utf-8")
     assert certified.written(page) == page, "RESULTS.md is old: python -m recipes.certified"

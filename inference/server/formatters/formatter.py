@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 from uuid import uuid4
@@ -133,12 +133,23 @@ def check_stream(body: GenerationBody) -> None:
 
 
 def check_beams(body: GenerationBody) -> None:
-    """Refuse what does not go with a beam search, or goes with nothing else.
+    """Refuse what does not go with a beam search, or goes with nothing else; as `refuse_beside`."""
+    search = body.beam_width is not None
+    names = OF_SAMPLING if search else OF_BEAMS
+    given = [name for name in names if getattr(body, name, None) not in (None, False)]
+    refuse_beside(given, None if search else "beam_width")
+
+
+def refuse_beside(given: Sequence[str], needed: str | None) -> None:
+    """Refuse fields that do not go with a beam search, or go with nothing else.
+
+    Args:
+        given: Those that would have no effect.
+        needed: What makes a beam search; None where there is one.
 
     Raises:
-        ApiError: 400: a field is there that would have no effect.
+        ApiError: 400: there is such a field.
     """
-    for name in OF_SAMPLING if body.beam_width is not None else OF_BEAMS:
-        if getattr(body, name, None) not in (None, False):
-            reason = "has no place in a beam search" if body.beam_width else "needs beam_width"
-            raise ApiError(400, f"{name}: it {reason}; leave it out", name, "invalid_value")
+    for name in given:
+        reason = f"needs {needed}" if needed else "has no place in a beam search"
+        raise ApiError(400, f"{name}: it {reason}; leave it out", name, "invalid_value")

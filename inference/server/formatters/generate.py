@@ -15,8 +15,8 @@ from starlette.responses import Response
 from inference.beam_search import BeamParams
 from inference.requests.request import SamplingParams
 from inference.server.call import Call
-from inference.server.formatters.formatter import OF_BEAMS, Formatter, answer
-from inference.server.http.responses import ApiError, dumps, unless_gone
+from inference.server.formatters.formatter import OF_BEAMS, Formatter, answer, refuse_beside
+from inference.server.http.responses import dumps, unless_gone
 from inference.server.schema.generation import LIMITS, Body, Int
 from inference.server.served_model import ServedModel
 from inference.server.stream import Delta
@@ -99,10 +99,9 @@ def _check_beams(body: GenerateBody, *, stream: bool) -> None:
     """Refuse what does not go with a beam search, or goes with nothing else."""
     search, fields = body.num_beams > 1, GenerateBody.model_fields
     names = NOT_OF_BEAMS if search else OF_BEAMS
-    given = [name for name in names if getattr(body, name) != fields[name].default]
-    for name in ["stream"] * (search and stream) + given:
-        reason = "has no place in a beam search" if search else "needs num_beams of 2 or more"
-        raise ApiError(400, f"{name}: it {reason}; leave it out", name, "invalid_value")
+    given = ["stream"] if search and stream else []
+    given += [name for name in names if getattr(body, name) != fields[name].default]
+    refuse_beside(given, None if search else "num_beams of 2 or more")
 
 
 class GenerateFormatter(Formatter):
