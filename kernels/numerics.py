@@ -220,6 +220,7 @@ def quantize(
     """
     if scale.dim():
         scale = expand_scale(scale, x.shape, block)
+    scale = scale.to(x.device)  # by one number of the host a GPU multiplies, by its reciprocal
     zeros = None if zero_point is None else expand_scale(zero_point.float(), x.shape, block)
     return round_to(x.float() / scale, dtype, zeros).to(dtype.storage)
 

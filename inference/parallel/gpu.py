@@ -11,6 +11,7 @@ the rank's own inputs.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -18,7 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import TCPStore
 from typing_extensions import override
 
 from formats.errors import CheckpointError, EngineError
@@ -50,6 +51,8 @@ from kernels.triton.linear.weight import InputFormat
 
 CONNECTING = "connecting its GPU with the others'"
 CONNECTED_WITHIN = 20.0  # seconds
+LOOPBACK = "127.0.0.1"
+PORTS = 1 << 16
 KERNELS_FOR = (2, 4, 8)  # ranks for which there are all-reduce kernels
 
 
@@ -109,6 +112,29 @@ class NcclGroup(Group):
         self.reducer.give_up()
 
 
+def device_store(host: GlooGroup) -> TCPStore:
+    """Where the ranks' NCCL meets: in rank 0, on a port of the loopback interface.
+
+    NCCL's monitor reads it once a second as long as the group exists, which outlives the engine's
+    folder: a `FileStore` in there has it wait for a file that is gone, and the group's end for it,
+    for minutes.
+    """
+    if host.rank:
+        return TCPStore(LOOPBACK, host.smallest(PORTS), host.ranks, wait_for_workers=False)
+    listening = socket.create_server((LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        LOOPBACK,
+        port,
+        host.ranks,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    host.smallest(port)
+    return store
+
+
 class GpuSide(DeviceSide):
     """See `inference.parallel.loader.DeviceSide`."""
 
@@ -129,7 +155,7 @@ class GpuSide(DeviceSide):
             )
         device = torch.device("cuda", inner.device.index or 0)
         torch.cuda.set_device(device)
-        store, before = FileStore(f"{spec.meeting}-devices", spec.ranks), host.progress.doing
+        store, before = device_store(host), host.progress.doing
         host.progress.doing = CONNECTING
         with host.progress.waiting(CONNECTED_WITHIN):
             dist.init_process_group(

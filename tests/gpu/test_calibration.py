@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from formats.checkpoint.read import Checkpoint
-from kernels.numerics import TYPES, choose_affine, choose_scale
+from kernels.numerics import TYPES, choose_affine, choose_scale, fake_quantize
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
@@ -33,6 +33,15 @@ def solved(model: Path, output: Path, scheme: str, methods: tuple, device: str) 
     recipe = plan.recipe.model_copy(update={"device": device})
     plan = plan.model_copy(update={"recipe": recipe})
     return Checkpoint.open(quantize_tokens(plan, random_tokens(), progress=False).checkpoint)
+
+
+def test_one_scale_divides_alike_wherever_it_is():
+    """Numbers amid two steps, which another last bit of a quotient rounds the other way."""
+    scale = torch.tensor(0.0037)
+    x = (torch.arange(-127, 127) + 0.5) * torch.linspace(0.5, 1.0, 4096)[:, None] * scale
+    wanted = fake_quantize(x, scale)
+    for own in (scale, scale.cuda()):
+        assert torch.equal(fake_quantize(x.cuda(), own).cpu(), wanted)
 
 
 @pytest.mark.parametrize(("scheme", "methods"), RUNS, ids=lambda x: str(x)[:40])

@@ -3,7 +3,12 @@ through the host."""
 
 from __future__ import annotations
 
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +40,34 @@ def engine_on(path, ranks):
         opened = partial(Checkpoint.open, path)
         backend = FirstBackend(backend, opened, config, triton_backend, side=host_side)
     return Engine(checkpoint, AutoTokenizer.from_pretrained(path), config, backend)
+
+
+def test_what_nccl_reads_outlives_the_engines_folder(tmp_path):
+    """Its monitor, without which the group does not end, waits for a file that is gone."""
+    from inference.parallel.gpu import device_store
+    from inference.parallel.group import Progress
+    from inference.parallel.loader import join
+
+    folder = tmp_path / "met"
+    folder.mkdir()
+
+    def meet(rank: int):
+        spec = SimpleNamespace(rank=rank, ranks=2, meeting=str(folder / "meeting"))
+        return device_store(join(spec, Progress()))
+
+    with ThreadPoolExecutor(2) as ranks:
+        first, second = ranks.map(meet, (0, 1))
+    second.set("key", "value")
+    shutil.rmtree(folder)
+    start = time.monotonic()
+    assert first.get("key") == b"value"
+    assert not first.check(["dump"])
+    assert time.monotonic() - start < 2
+    listening = Path("/proc/net/tcp").read_text() if Path("/proc/net/tcp").exists() else ""
+    places = [line.split()[1] for line in listening.splitlines()[1:]]
+    own = [place for place in places if int(place.split(":")[1], 16) == first.port]
+    assert own or not listening
+    assert all(place.startswith("0100007F") for place in own)  # nobody else's machine reaches it
 
 
 ODD = {"hidden_size": 320, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
