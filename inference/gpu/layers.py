@@ -19,6 +19,7 @@ from kernels.triton.linear.weight import GpuWeight, InputFormat, fits_short
 
 TILE = 64  # outputs of a tile; of blocks of fp8 `BLOCK`
 AT_ONCE = 256  # rows whose split sums a workspace holds
+ALIGNED = 16  # bytes that the tensor memory accelerator wants rows to begin at
 
 _workspaces: WeakValueDictionary[tuple[torch.device, int], Workspace] = WeakValueDictionary()
 
@@ -60,7 +61,8 @@ def as_wanted(
         sinks: bool or int32 [T], which rows are of sink tokens; None where none is.
     """
     if own.dtype == x.dtype and own.length is None:
-        return x.contiguous(), None
+        x = x.contiguous()  # one row is, out of longer ones, wherever it begins
+        return (x.clone() if x.data_ptr() % ALIGNED else x), None
     scale, by = own.scales_of(None if sinks is None else sinks.to(torch.int32))
     return quantize_rows(x.contiguous(), scale, own.dtype, own.group, by, own.length)
 

@@ -138,3 +138,17 @@ def made(
     stored = StoredLinear(names, scheme, q, scale, zero, input_scale=static)
     whole = torch.stack(exact) if count else exact[0]
     return pack_linear(stored, torch.float16), whole.to(device)
+
+
+@interpreted
+def test_rows_begin_where_the_hardware_can_fetch_them():
+    """One row out of another layer's outputs is contiguous wherever it begins."""
+    from inference.gpu.layers import as_wanted
+    from kernels.triton.linear.weight import InputFormat
+
+    outputs = torch.randn(1, 40).bfloat16()
+    for own in (outputs[:, 3:35], outputs[:, :32]):
+        rows, _ = as_wanted(own, InputFormat(own.dtype))
+        assert torch.equal(rows, own)
+        assert rows.data_ptr() % 16 == 0
+    assert rows.data_ptr() == outputs.data_ptr()  # no copy where none is needed
