@@ -130,11 +130,6 @@ class Engine:
             return None, 0
         assert isinstance(self.model, CodeModel)
         own, places = config.speculate, config.max_batch_size
-        if own is not None and not self.backend.same_bits:
-            raise EngineError(
-                f"{self.checkpoint.config.get('model_type')} keeps a recurrent state, which goes "
-                "back over drafts on a CPU alone; run it without speculate"
-            )
         kept = config.state_snapshots if config.prefix_cache else 0
         rows = StateRows(
             places + 1,
@@ -299,11 +294,13 @@ class Engine:
             EngineError: the model keeps a recurrent state, and the engine none before drafts.
         """
         states = self._blocks.states
-        if proposer is not None and states is not None and not states.drafts:
-            raise EngineError(
-                "this engine has no rows for recurrent states before drafts; make it with "
-                "EngineConfig(speculate=...)"
-            )
+        if proposer is not None and states is not None:
+            states.reserve(max(DRAFTS, depth or 0))
+            if not states.drafts:
+                raise EngineError(
+                    "this engine has no rows for recurrent states before drafts; make it with "
+                    "EngineConfig(speculate=...), or with state_snapshots"
+                )
         places = self.config.max_batch_size
         self.speculation = None if proposer is None else SpeculativeDecoder(proposer, places, depth)
         self._scheduler.drafter = self.speculation

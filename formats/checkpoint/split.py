@@ -48,6 +48,7 @@ from torch import Tensor
 
 from formats.errors import CheckpointError
 from formats.families.family import GatedMLP, Mixture
+from formats.families.predicting import UNDECLARED
 from formats.families.registry import find_family
 from formats.families.sizes import merged_rows
 from formats.modeling.layers import renamed_of, stacks_of
@@ -64,6 +65,7 @@ SIZES = {
     "_blocks": "[E, outputs, groups, 16]",
     "_scales": "[E, outputs, groups]",
 }
+_PREDICTING = re.compile(rf"({UNDECLARED.module}\.layers\.\d+)(\..+)")
 _PARAMETER = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 
 
@@ -255,10 +257,11 @@ def _split_stacks(
         if code in files and own not in files:
             del found[code]
             found[own] = Renamed(files[code], code, own)
-    for parameter, names in stacks_of(config, listed=True).items():
-        if parameter not in files:
+    stacks = stacks_of(config, listed=True)
+    for parameter, file in files.items():
+        names = stacks.get(parameter) or _predicting_stack(parameter, stacks)
+        if not names:
             continue
-        file = files[parameter]
         count, rows, *columns = file.tensors[parameter][1]
         if count * rows % len(names):
             raise CheckpointError(
@@ -269,6 +272,19 @@ def _split_stacks(
         starts = {name: i * rows for i, name in enumerate(names)}
         apart = RowsOf(file, parameter, starts, (rows, *columns))
         _put_apart(found, parameter, file, dict.fromkeys(names, apart))
+
+
+def _predicting_stack(parameter: str, stacks: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """What `Structure.stacks` has not: a parameter of a layer that predicts further tokens, cut as
+    that of a block of the model; empty for any other parameter."""
+    match = _PREDICTING.fullmatch(parameter)
+    if match is None:
+        return ()
+    layer, leaf = match.groups()
+    other = next((name for name in stacks if name.endswith(leaf)), None)
+    block = "" if other is None else other.removesuffix(leaf)
+    names = () if other is None else stacks[other]
+    return tuple(layer + name.removeprefix(block) for name in names)
 
 
 def split_shapes(

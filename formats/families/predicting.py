@@ -17,6 +17,7 @@ class Predicting:
 
     Attributes:
         module: Full name of the layer; None where it is numbered on after the last block.
+        block: Name of its decoder block; None where the layer has the parts of one itself.
         embedded_norm: Name of the embedding's norm.
         hidden_norm: Name of the hidden state's norm.
         joined: Name of the layer that reads both.
@@ -29,6 +30,7 @@ class Predicting:
     """
 
     module: str | None = None
+    block: str | None = None
     embedded_norm: str = "enorm"
     hidden_norm: str = "hnorm"
     joined: str = "eh_proj"
@@ -41,3 +43,15 @@ class Predicting:
     def layer(self, blocks: int) -> str:
         """Full name of the first layer, of a model of so many blocks."""
         return self.module or f"model.layers.{blocks}"
+
+
+UNDECLARED = Predicting(
+    module="mtp",
+    block="layers.0",
+    embedded_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    joined="fc",
+    norm="norm",
+)
+"""That of Qwen3-Next and Qwen3.5, which no declaration says; what stands for a hidden state there
+is norm(y). Facts: the index of Qwen/Qwen3-Next-80B-A3B-Instruct's files, and what vLLM computes."""

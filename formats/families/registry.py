@@ -13,7 +13,7 @@ from typing import Any
 from formats.errors import CheckpointError, suggestion
 from formats.families import declared
 from formats.families.family import Attention, Family
-from formats.families.predicting import Predicting
+from formats.families.predicting import UNDECLARED, Predicting
 from formats.families.sizes import size_in
 
 
@@ -27,7 +27,6 @@ FAMILIES = _collect()
 BY_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES for kind in family.model_types}
 CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict("
 MOST_LAYERS, BLOCKS = 10_000, "num_hidden_layers"
-UNDECLARED = "mtp"  # what predicts further tokens, where no declaration says it
 MODEL_TYPES = tuple(BY_TYPE)
 OWN_CLASSES = {"llama_alibi": "formats.modeling.llama_alibi"}
 """Modules that register classes of models that are ours, for what transformers has no class of."""
@@ -141,8 +140,8 @@ def predicting_layer(config: Mapping[str, Any], name: str) -> str | None:
         Full name of the layer.
     """
     family = find_family(config)
-    if family is None and name.startswith(f"{UNDECLARED}."):
-        return UNDECLARED
+    if family is None and name.startswith(f"{UNDECLARED.module}."):
+        return UNDECLARED.module
     own, blocks = Predicting() if family is None else family.predicting, config.get(BLOCKS)
     if own is None or not isinstance(blocks, int):
         return None

@@ -16,7 +16,7 @@ from inference.cpu.batch import Batch
 from inference.cpu.chain import HostChain
 from inference.cpu.decoder import CpuDecoder, CpuLayer, forward_by_ops, run_block
 from inference.cpu.layers import CpuExperts, Linear, pack_linear
-from inference.cpu.loop import HostLoop, forward_code, fuse
+from inference.cpu.loop import CodeStep, HostLoop, forward_code, fuse
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, change_blocks
 from inference.models.model import Model
@@ -26,7 +26,7 @@ from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.scheduler import Scheduler
 from inference.transformers_code.choose import Shape, load_model
-from inference.transformers_code.model import CodeModel
+from inference.transformers_code.model import CodeModel, CodeShaped
 from kernels.attention_inputs import KVPool
 from kernels.ops import rms_norm
 
@@ -102,6 +102,10 @@ class CpuBackend:
     ) -> Tensor:
         """A decoder block: [T, H] of the residual stream x, where attention reads `read`."""
         return run_block(config, None, layer, x, batch, pool, window, read)
+
+    def code_step(self, model: CodeShaped, pools: Sequence[KVPool], batch: Batch) -> CodeStep:
+        """The tokens of a step as transformers' code takes them."""
+        return CodeStep(model, pools, batch)
 
     def chain(
         self,

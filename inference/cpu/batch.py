@@ -71,11 +71,20 @@ class StateBatch(Batch):
 
 
 def plan_step(work: Work) -> Batch:
-    """Lay out a step; the rows of its logits are those of its slices, in order (`Work.rows`)."""
+    """Lay out a step of the engine's model."""
+    batch = plan_tokens(work)
+    if work.batch.states is None:
+        return batch
+    return StateBatch(**vars(batch), pieces=pieces_of(work))
+
+
+def plan_tokens(work: Work) -> Batch:
+    """Lay out a step of what keeps no states; the rows of its logits are those of its slices, in
+    order (`Work.rows`)."""
     own, ends, rows = lay_out(work), np.cumsum(work.counts), work.rows
     firsts = np.repeat(ends - np.cumsum(rows), rows)  # of a slice's last rows, less those before
     widest = int(work.batch.held[work.places].max())
-    batch = Batch(
+    return Batch(
         ids=torch.from_numpy(own.ids),
         positions=torch.from_numpy(own.positions),
         slots=torch.from_numpy(own.slots),
@@ -84,6 +93,3 @@ def plan_step(work: Work) -> Batch:
         context_len=torch.from_numpy(own.contexts),
         rows=torch.from_numpy(firsts + np.arange(len(firsts))),
     )
-    if work.batch.states is None:
-        return batch
-    return StateBatch(**vars(batch), pieces=pieces_of(work))

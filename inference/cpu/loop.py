@@ -26,7 +26,7 @@ from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
 from inference.transformers_code.attention import Query, widened
-from inference.transformers_code.model import CodeModel
+from inference.transformers_code.model import CodeModel, CodeShaped
 from kernels.activations import Named
 from kernels.attention_inputs import KVPool
 from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
@@ -116,7 +116,7 @@ class CodeStep:
         batch: The tokens.
     """
 
-    def __init__(self, model: CodeModel, pools: Sequence[KVPool], batch: Batch) -> None:
+    def __init__(self, model: CodeShaped, pools: Sequence[KVPool], batch: Batch) -> None:
         self._windows, self._batch = model.config.windows, batch
         self._pools = [pools[place] for place in model.config.places]
         self.ids, self.positions, self.rows = batch.ids, batch.positions, batch.rows
@@ -125,6 +125,11 @@ class CodeStep:
     def sinks(self, count: int) -> Tensor | None:
         """Which tokens are at the first `count` positions: bool [T]; None where none is."""
         return self._batch.sinks(count)
+
+    def keep_output(self, x: Tensor) -> None:
+        """Give what the head reads [T, H] to a proposer that reads it, if there is one."""
+        if self._batch.hidden is not None:
+            self._batch.hidden[:, 0] = x
 
     def attend(self, layer: int, own: Query) -> Tensor:
         """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""

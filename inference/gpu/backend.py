@@ -13,7 +13,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
 from inference.config import EngineConfig
 from inference.gpu.chain import DeviceChain
-from inference.gpu.code_step import forward_code
+from inference.gpu.code_step import CodeStep, forward_code
 from inference.gpu.decoder import GpuBatch, GpuDecoder, forward, run_block
 from inference.gpu.experts import GpuExperts, side_by_side
 from inference.gpu.feed_forward import as_one
@@ -33,7 +33,7 @@ from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges, blocks_for
 from inference.scheduling.scheduler import Scheduler
 from inference.transformers_code.choose import Shape, load_model
-from inference.transformers_code.model import CodeModel
+from inference.transformers_code.model import CodeModel, CodeShaped
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.triton.attention.latent import check_latents
 from kernels.triton.attention.paged_cache import LARGEST_HEAD, check_pages, is_head_size
@@ -148,6 +148,10 @@ class TritonBackend:
     ) -> Tensor:
         """A decoder block: [T, H] of the residual stream x, where attention reads `read`."""
         return run_block(config, self.dtype, layer, read, x, batch, pool, window)
+
+    def code_step(self, model: CodeShaped, pools: Sequence[KVPool], batch: GpuBatch) -> CodeStep:
+        """The tokens of a step as transformers' code takes them."""
+        return CodeStep(model, pools, batch)
 
     def chain(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 from inference.gpu.decoder import GpuBatch, sinks_of
 from inference.gpu.layers import workspace_on
 from inference.transformers_code.attention import Query, widened
-from inference.transformers_code.model import CodeModel
+from inference.transformers_code.model import CodeModel, CodeShaped
 from kernels.activations import Named
 from kernels.attention_inputs import KVPool
 from kernels.triton.attention.decode import decode_attention
@@ -31,7 +31,7 @@ class CodeStep:
         batch: The tokens.
     """
 
-    def __init__(self, model: CodeModel, pools: Sequence[KVPool], batch: GpuBatch) -> None:
+    def __init__(self, model: CodeShaped, pools: Sequence[KVPool], batch: GpuBatch) -> None:
         self._windows, self._dtype = model.config.windows, model.dtype
         self._pools, self._batch = [pools[i] for i in model.config.places], batch
         self.ids, self.positions, self.rows = batch.ids, batch.positions, batch.rows
@@ -41,6 +41,12 @@ class CodeStep:
     def sinks(self, count: int) -> Tensor | None:
         """Which tokens are at the first `count` positions: int32 [T]; None for no count."""
         return sinks_of(self.positions, count)
+
+    def keep_output(self, x: Tensor) -> None:
+        """Give what the head reads [T, H] to a proposer that reads it, if there is one."""
+        reads = self._batch.reads
+        if reads is not None:
+            reads.keep(x[:, None].to(reads.dtype), self._batch.slots)
 
     def attend(self, layer: int, own: Query) -> Tensor:
         """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""

@@ -38,7 +38,15 @@ from inference.gpu.fields import Fields, HostBlock, HostBlocks
 from inference.gpu.layers import workspace_on
 from inference.gpu.memory import OF_STEPS, capturing, free_bytes, memory_for, ran_out, too_small
 from inference.gpu.ranks import StepRanks
-from inference.gpu.sizes import Size, WholeSize, decodes_of, padded_sizes, size_of, whole_size
+from inference.gpu.sizes import (
+    Size,
+    WholeSize,
+    decodes_of,
+    drafts_of,
+    padded_sizes,
+    size_of,
+    whole_size,
+)
 from inference.gpu.steps import (
     StepPlan,
     logprob_rows,
@@ -46,6 +54,7 @@ from inference.gpu.steps import (
     step_shapes,
     wanted_tokens,
     write_moved,
+    write_pieces,
     write_step,
 )
 from inference.models.adapters import check_adaptable
@@ -55,7 +64,7 @@ from inference.scheduling.sampler import rank
 from inference.scheduling.sequence import PENDING
 from inference.scheduling.work import Work
 from inference.transformers_code.model import CodeModel
-from inference.transformers_code.pieces import Piece, alone_in, pieces_of
+from inference.transformers_code.pieces import SPARE, Piece, alone_in, pieces_of
 from kernels.attention_inputs import KVPool
 from kernels.devices import launches_on
 from kernels.triton.common import Workspace
@@ -351,6 +360,7 @@ class GpuRunner:
         Raises:
             EngineError: memory is too small for them.
         """
+        rows = rows if self._batch.states is None else 0  # those of drafts have sizes of their own
         sizes = padded_sizes(sequences, tokens, rows) if self._graphs else []
         if self._invariant:  # those with prompts are not padded
             sizes = [size for size in sizes if not size.prompts]
@@ -368,7 +378,7 @@ class GpuRunner:
         alone = {} if self._ranks is not None else self._captured
         found = {}
         for size, captured in alone.items():
-            if size.prompts or size.adapted:
+            if size.prompts or size.adapted or size.pieces is not None:
                 continue
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             captured.graph.replay()
@@ -402,24 +412,38 @@ class GpuRunner:
             return self._batch.states is None or not size.prompts
         return all(as_one(layer.feed_forward, tokens) for layer in self.model.layers)
 
-    def _size(self, work: Work) -> Size | WholeSize:
-        """The size that a step runs in."""
-        size = size_of(work)
+    def _size(self, work: Work, rows: Work) -> Size | WholeSize:
+        """The size that a step runs in, of work and what `row_by_row` gives of it."""
+        size = size_of(rows)
         if size is None:
-            return whole_size(work)
+            return whole_size(rows)
         if size.prompts and (self._invariant or not self._asks_nothing(size)):
-            return whole_size(work)  # (invariant: logits of few tokens are wanted)
+            return whole_size(rows)  # (invariant: logits of few tokens are wanted)
         if size.every and (self._ranks is not None or isinstance(self.model, CodeModel)):
-            return whole_size(work)
-        if self._batch.states is not None and not alone_in(work).all():
-            return whole_size(work)
-        return size
+            return whole_size(rows)
+        if self._batch.states is None:
+            return size
+        if not alone_in(work).all():
+            return whole_size(rows)
+        most = int(work.drafts.max(initial=0))
+        return drafts_of(len(work), most) if most else size
 
     def _prepared(self, work: Work) -> Prepared:
         """A step whose arrays are written, wherever its tokens stand now."""
         rows, parts = work.row_by_row(every=self._invariant), work.parts(every=self._invariant)
-        plan, block = self._planned(rows, self._size(rows))
+        size = self._size(work, rows)
+        plan, block = self._planned(rows, size)
+        if self._batch.states is not None:
+            plan = self._with_pieces(plan, block, work)
         return Prepared(work, rows, parts, plan, block, places(rows, plan.size))
+
+    def _with_pieces(self, plan: StepPlan, block: HostBlock, work: Work) -> StepPlan:
+        """The same with what modules that keep a state take at once."""
+        if isinstance(plan.size, WholeSize):
+            return replace(plan, pieces=pieces_of(work, longest=True))
+        if plan.size.pieces is not None:
+            write_pieces(block.arrays, pieces_of(work))
+        return plan
 
     def _planned(self, work: Work, size: Size | WholeSize) -> tuple[StepPlan, HostBlock]:
         """A step as the device gets it, and the block that says so."""
@@ -427,8 +451,7 @@ class GpuRunner:
         write_step(block.arrays, work, size)
         edits = self._edits.new_for(work)
         read, wanted = logprob_rows(work, size), wanted_tokens(work, size)
-        pieces = pieces_of(work, longest=True) if isinstance(size, WholeSize) else ()
-        return StepPlan(size, block.bytes, read, edits, wanted, pieces), block
+        return StepPlan(size, block.bytes, read, edits, wanted), block
 
     def _block_for(self, size: Size | WholeSize) -> HostBlock:
         """A block for the arrays of a step, which nobody reads any more."""
@@ -565,15 +588,18 @@ class GpuRunner:
             rows=x.get("rows"), query_start=x.get("query_start"), decodes=decodes,
             padded=padded, invariant=self._invariant, reads=self._reads,
             adapters=x.get("adapters"), loras=self._adapters,
-            pieces=self._one_piece(x) if padded else (),
+            pieces=self._padded_pieces(x) if padded else (),
         )  # fmt: skip
 
-    def _one_piece(self, x: Mapping[str, Tensor]) -> Sequence[Piece]:
+    def _padded_pieces(self, x: Mapping[str, Tensor]) -> Sequence[Piece]:
         """A padded step of a model that keeps states; rows for nobody have the last of these."""
         if self._batch.states is None:
             return ()
-        rows = x["batch_index"].masked_fill(x["slots"] < 0, -1)
-        return (Piece(torch.arange(len(rows), device=self._device), rows),)
+        rows = x["batch_index"].masked_fill(x["slots"] < 0, SPARE)
+        if "piece_tokens" not in x:
+            return (Piece(torch.arange(len(rows), device=self._device), rows),)
+        both = zip(x["piece_tokens"], x["piece_keeps"], strict=True)
+        return [Piece(tokens, rows[tokens], keeps=keeps) for tokens, keeps in both]
 
     def _known(self, x: Mapping[str, Tensor]) -> Tensor:
         """Ids of tokens; of those that the host did not know, what was chosen for their index."""

@@ -28,6 +28,8 @@ class Size:
         tokens: Of the latter.
         every: Whether the rows of all tokens are kept, of which the head reads some.
         adapted: Whether rows run with adapters.
+        pieces: In a step of drafts of a model that keeps states, how many tokens a sequence has,
+            and how many sequences there are; None in any other.
     """
 
     decodes: int
@@ -35,6 +37,7 @@ class Size:
     tokens: int = 0
     every: bool = False
     adapted: bool = False
+    pieces: tuple[int, int] | None = None
 
     @property
     def sequences(self) -> int:
@@ -66,6 +69,12 @@ class WholeSize:
 def decodes_of(sequences: int) -> Size:
     """The size of a step of so many sequences of one token each."""
     return Size(_halfway(sequences))
+
+
+def drafts_of(sequences: int, drafts: int) -> Size:
+    """The size of a step of so many sequences that keep states, with so many drafts at the most."""
+    pieces = _steps(1 + drafts), _power(sequences)
+    return replace(decodes_of(pieces[0] * pieces[1]), pieces=pieces)
 
 
 def size_of(work: Work) -> Size | None:
@@ -128,8 +137,13 @@ def _power(count: int) -> int:
 
 def _halfway(count: int) -> int:
     """The next power of two; above 32, or what is halfway to it."""
+    return _steps(count) if count > 32 else _power(count)
+
+
+def _steps(count: int) -> int:
+    """The next power of two, or what is halfway to it."""
     power = _power(count)
-    return power * 3 // 4 if power > 32 and count <= power * 3 // 4 else power
+    return power * 3 // 4 if power > 2 and count <= power * 3 // 4 else power
 
 
 def _rounded(tokens: int) -> int:

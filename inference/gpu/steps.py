@@ -22,7 +22,7 @@ from inference.gpu.sizes import Size, WholeSize
 from inference.scheduling.batch import Ints
 from inference.scheduling.sequence import Draw
 from inference.scheduling.work import Work, lay_out
-from inference.transformers_code.pieces import Piece
+from inference.transformers_code.pieces import SPARE, Piece
 
 OF_TOKENS = ("ids", "positions", "slots", "batch_index")  # int64
 GREEDY = asdict(Draw())
@@ -54,6 +54,7 @@ class StepPlan:
         edits: What is put into the device's tables before it runs; None where nothing is.
         wanted: int64, the tokens whose logits are wanted, of a size that keeps the rows of all.
         pieces: Of a step that runs as it is: its tokens as modules that keep a state take them.
+            (One that is padded has them among its arrays.)
     """
 
     size: Size | WholeSize
@@ -101,6 +102,8 @@ def padded_shapes(size: Size, width: int) -> dict[str, Shape]:
     if size.prompts:
         shapes["rows"] = (torch.int64, (size.sequences,))
         shapes["query_start"] = (torch.int32, (size.sequences + 1,))
+    if size.pieces is not None:
+        shapes |= dict.fromkeys(("piece_tokens", "piece_keeps"), (torch.int64, size.pieces))
     return shapes
 
 
@@ -136,6 +139,18 @@ def write_padded(arrays: Arrays, work: Work, size: Size) -> None:
     if size.prompts:
         _write_tables(arrays["tables"][gap:], work, slice(ones, None))
         _write_starts(arrays["query_start"], arrays["rows"], work, size)
+    if size.pieces is not None:
+        arrays["piece_tokens"][:], arrays["piece_keeps"][:] = size.decodes - 1, SPARE
+
+
+def write_pieces(arrays: Arrays, pieces: Sequence[Piece]) -> None:
+    """Write the pieces of a padded step of drafts. What is left of them is of the last row: it
+    stands for no token where there are fewer tokens than rows."""
+    for i, piece in enumerate(pieces):
+        count = len(piece.tokens)
+        arrays["piece_tokens"][i, :count] = piece.tokens
+        if piece.keeps is not None:
+            arrays["piece_keeps"][i, :count] = piece.keeps
 
 
 def write_moved(arrays: Arrays, work: Work) -> None:

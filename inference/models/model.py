@@ -36,6 +36,11 @@ class ModelShape(Protocol):
         ...
 
     @property
+    def hidden_size(self) -> int:
+        """Width of hidden states."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """Token ids are below."""
         ...

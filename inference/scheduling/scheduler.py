@@ -161,6 +161,7 @@ class Scheduler:
         """
         batch, places = self.batch, work.places
         waits = self.waiting or self.blocks.shares_partly_filled
+        waits = waits or self._states is not None  # whose rows for drafts are chosen later
         if self.drafter is None or waits or not np.array_equal(places, self.order):
             return None
         others = work.host | work.whole | batch.masked[places] | batch.held_by_client[places]
@@ -292,6 +293,8 @@ class Scheduler:
         batch = self.batch
         length = batch.length[places]
         able = (batch.computed[places] + 1 == length) & (length < batch.last[places])
+        if self._states is not None:  # a step keeps the states before drafts, and no others beside
+            able &= (length > 1) & ~np.isin(places, self._states.keeping)
         return able & ~(batch.held_by_client[places] | batch.whole[places])
 
     def _drafted(self, ahead: Work) -> Work:

@@ -49,15 +49,15 @@ class StateRows:
 
     Attributes:
         piece: Tokens of a piece.
-        drafts: Most drafts of a step.
         rows: All rows.
         wanted: By place, the row that gets the state after so many tokens.
     """
 
     def __init__(self, places: int, snapshots: int, piece: int, drafts: int = 0) -> None:
-        self.piece, self.drafts, self.rows = piece, drafts, places + drafts + snapshots
+        self.piece, self.rows = piece, places + drafts + snapshots
         self.wanted: dict[int, dict[int, int]] = {}
-        self._places, self._drafted = places, dict[int, dict[int, int]]()  # as `wanted`
+        self._drafted = dict[int, dict[int, int]]()  # as `wanted`
+        self._before = list(range(places, places + drafts))  # rows of the states before drafts
         self._free = list(range(places + drafts, self.rows))
         self._found: OrderedDict[int, int] = OrderedDict()  # row of a node's state, oldest first
         self._copies: list[tuple[int, int]] = []
@@ -75,15 +75,29 @@ class StateRows:
         """Begin at a place with the state of another one."""
         self._copies.append((source, place))
 
+    @property
+    def drafts(self) -> int:
+        """Most drafts of a step."""
+        return len(self._before)
+
+    def reserve(self, drafts: int) -> None:
+        """Have rows for so many drafts of a step, at the cost of snapshots, as far as these go."""
+        while len(self._before) < drafts and (row := self._spare_row()) is not None:
+            self._before.append(row)
+
+    def _spare_row(self) -> int | None:
+        """A row of snapshots: a free one, or that of the snapshot not found for the longest."""
+        if not self._free and self._found:
+            return self._found.popitem(last=False)[1]
+        return self._free.pop() if self._free else None
+
     def want(self, place: int, ends: Iterable[int]) -> None:
         """Keep the states of a place after so many tokens, as far as rows are there."""
         self.give_up(place)
         own = self.wanted.setdefault(place, {})
         for end in sorted(ends, reverse=True):  # the last one is found most often
-            if not self._free and self._found:
-                self._free.append(self._found.popitem(last=False)[1])
-            if self._free:
-                own[end] = self._free.pop()
+            if (row := self._spare_row()) is not None:
+                own[end] = row
 
     def keep_before(self, drafts: Iterable[tuple[int, int, int]]) -> None:
         """Keep the states of the next step before each of its drafts.
@@ -92,10 +106,9 @@ class StateRows:
             drafts: Of each sequence that has any, its place, how many tokens are before the first
                 one, and how many there are: at most `self.drafts` in all.
         """
-        self._drafted, row = {}, self._places
+        self._drafted, rows = {}, iter(self._before)
         for place, length, count in drafts:
-            self._drafted[place] = {length + i: row + i for i in range(count)}
-            row += count
+            self._drafted[place] = {length + i: next(rows) for i in range(count)}
 
     def go_back(self, place: int, computed: int) -> None:
         """Go on with the state after so many tokens: those and the drafts that were right."""
@@ -103,9 +116,14 @@ class StateRows:
         if row is not None:
             self._copies.append((row, place))
 
-    def kept_of(self, place: int) -> dict[int, int]:
-        """The row that gets the state of a place in the next step, by tokens before it."""
-        return {**self.wanted.get(place, {}), **self._drafted.get(place, {})}
+    def before_drafts(self, place: int) -> list[int]:
+        """The rows that get the states of a place before each of its drafts in the next step."""
+        return list(self._drafted.get(place, {}).values())
+
+    @property
+    def keeping(self) -> list[int]:
+        """Places of which states are kept further on."""
+        return [place for place, own in self.wanted.items() if own]
 
     def taken(self, place: int, computed: int) -> list[tuple[int, int]]:
         """What was kept by a step that ends after so many tokens: (tokens, row)."""
@@ -137,5 +155,6 @@ class StateRows:
     def adds_up(self) -> bool:
         """Whether each snapshot's row is free, found or about to be taken."""
         wanted = [row for own in self.wanted.values() for row in own.values()]
-        rows = sorted([*self._free, *self._found.values(), *wanted])
-        return len(set(rows)) == len(rows) == self.rows - min(rows, default=self.rows)
+        rows = {*self._free, *self._found.values(), *wanted, *self._before}
+        count = len(self._free) + len(self._found) + len(wanted) + len(self._before)
+        return len(rows) == count == self.rows - min(rows, default=self.rows)

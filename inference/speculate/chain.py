@@ -26,6 +26,7 @@ from inference.models.parts import Layer
 from inference.proposers import Proposer
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.speculate.cached_tokens import CachedTokens
+from inference.transformers_code.attention import Step
 from kernels.attention_inputs import KVPool
 
 
@@ -76,6 +77,16 @@ class NetworkBackend(Backend[Any, Any], Protocol):
         window: int | None,
     ) -> Tensor:
         """A decoder block: [T, H] of the residual stream x, where attention reads `read`."""
+        ...
+
+    def code_step(self, model: Any, pools: Sequence[KVPool], batch: Any) -> Step:
+        """The tokens of a step as transformers' code takes them.
+
+        Args:
+            model: What runs, by its shape and type (`inference.transformers_code.model`).
+            pools: Its cache.
+            batch: The tokens, as the device's steps have them.
+        """
         ...
 
     def chain(

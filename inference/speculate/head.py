@@ -20,9 +20,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from formats.errors import EngineError
-from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.kv_cache import CacheShape, LayerCache, change_blocks
+from inference.models.model import ModelShape
 from inference.models.network import Computed, Network
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
@@ -43,13 +43,18 @@ class Head(Protocol):
     """A head on a device.
 
     Attributes:
-        shape: Of its block.
+        captured: Whether a GPU may capture its steps.
         taps: Blocks of the model whose inputs it reads ("auxiliary hidden states"), the number of
             blocks for the last output.
     """
 
-    shape: ModelConfig
     taps: tuple[int, ...]
+    captured: bool
+
+    @property
+    def shape(self) -> ModelShape:
+        """That of a model of its block."""
+        ...
 
     def features(self, hidden: Tensor) -> Tensor:
         """[T, taps, size of the model] to [T, H]: what the block reads of each token."""
@@ -82,18 +87,18 @@ def declared(target: Target) -> tuple[Decoder[Any, Any], NetworkBackend]:
     if not isinstance(target.model, Decoder):
         raise EngineError(
             "speculate: a head reads hidden states of the model, and transformers' code, which "
-            "runs this one, tells none. Take ngram, suffix or draft=PATH"
+            "runs this one, gives none. Take ngram, suffix or draft=PATH"
         )
     return target.model, network_backend(target)
 
 
-def longest_of(target: Target, shape: ModelConfig) -> int:
+def longest_of(target: Target, shape: ModelShape) -> int:
     """Most positions of a head."""
     assert target.sizes.max_model_len is not None
     return min(target.sizes.max_model_len, shape.max_positions)
 
 
-def require_room(name: str, weights: int, target: Target, shape: ModelConfig) -> None:
+def require_room(name: str, weights: int, target: Target, shape: ModelShape) -> None:
     """Refuse a head for which memory is too small, before it is loaded.
 
     Raises:
@@ -104,7 +109,7 @@ def require_room(name: str, weights: int, target: Target, shape: ModelConfig) ->
     require_memory(name, weights + features, cache, target.backend, own)
 
 
-def _cache(target: Target, shape: ModelConfig) -> CacheShape:
+def _cache(target: Target, shape: ModelShape) -> CacheShape:
     assert target.sizes.kv_blocks is not None
     layers = [LayerCache(shape.cached[-1])]
     cache = CacheShape(target.sizes.kv_blocks, layers)
@@ -119,9 +124,10 @@ class HeadNetwork(Network):
         longest: Most tokens of a sequence in its cache.
     """
 
-    shift, captured = 1, True
+    shift = 1
 
     def __init__(self, head: Head, longest: int) -> None:
+        self.captured = head.captured
         self._head, self.longest, self.size = head, longest, head.shape.hidden_size
 
     @torch.no_grad()
@@ -145,7 +151,7 @@ class HeadProposer(ChainProposer):
     """
 
     def __init__(self, head: Head, target: Target) -> None:
-        (model, backend), sizes = declared(target), target.sizes
+        backend, sizes = network_backend(target), target.sizes
         assert sizes.max_model_len is not None
         cache, own = _cache(target, head.shape), head.shape.hidden_size
         self._spare = cache.blocks * KV_BLOCK  # where rows go that stand for no token
@@ -155,7 +161,9 @@ class HeadProposer(ChainProposer):
         network = HeadNetwork(head, longest_of(target, head.shape))
         super().__init__(network, target, backend.cache(cache), self._features)
         self._head = head
-        self.reads = HiddenStates(head.taps, model.config.hidden_size, backend.dtype, self._keep)
+        self.reads = HiddenStates(
+            head.taps, target.model.config.hidden_size, backend.dtype, self._keep
+        )
         self._known = CachedTokens(cache.blocks, sizes.max_batch_size, sizes.max_model_len)
 
     @torch.no_grad()

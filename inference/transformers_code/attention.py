@@ -116,6 +116,10 @@ class Step(Protocol):
         """Which tokens are at the first `count` positions: bool [T]; None where none is."""
         ...
 
+    def keep_output(self, x: Tensor) -> None:
+        """Give what the head reads [T, H] to a proposer that reads it, if there is one."""
+        ...
+
     @property
     def pieces(self) -> Sequence[Piece]:
         """All tokens, as modules that keep a state take them."""
@@ -198,13 +202,20 @@ def current_sinks() -> Tensor | None:
 @contextmanager
 def only_rows(tokens: Tensor) -> Iterator[None]:
     """For a while, layers read the rows of some tokens alone, int64 [n]."""
+    every = current_sinks()
+    with with_sinks(None if every is None else every[tokens]):
+        yield
+
+
+@contextmanager
+def with_sinks(sinks: Tensor | None) -> Iterator[None]:
+    """For a while, layers read rows of which these are of sink tokens: bool [T]; None for none."""
     now = _running.get()
-    every = now.sinks
-    now.sinks = None if every is None else every[tokens]
+    before, now.sinks = now.sinks, sinks
     try:
         yield
     finally:
-        now.sinks = every
+        now.sinks = before
 
 
 def attend(

@@ -188,8 +188,9 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[1, T, hidden] to logits fp32 [1, R, vocabulary]."""
-        rows = current_step().rows
-        x = x[0] if rows is None else x[0].index_select(0, rows)
+        step, x = current_step(), x[0]
+        step.keep_output(x)
+        x = x if step.rows is None else x.index_select(0, step.rows)
         return self.layer(x).float()[None]
 
 

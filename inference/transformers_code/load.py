@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AttentionInterface
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.groups import common_inputs
+from formats.families.predicting import Predicting
 from formats.families.registry import find_family
 from formats.memory import release_freed_memory
 from formats.modeling.config import transformers_config
@@ -76,6 +78,65 @@ def load_code(
     return model.eval()
 
 
+def load_predicting(
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any],
+    structure: Structure,
+    names: Predicting,
+    beside: nn.Module,
+    factory: LayerFactory[Any, Any],
+    longest: int,
+) -> nn.Module:
+    """A layer that predicts further tokens, as a model of one block.
+
+    Args:
+        checkpoint: Has the layer.
+        config: config.json of a model with one block, such as the layer's.
+        structure: Of the model that it follows, with one such block alone.
+        names: Where the layer is in the checkpoint.
+        beside: That model, loaded, whose embedding and head are the layer's.
+        factory: Makes its linear layers.
+        longest: Most tokens that a request may have.
+
+    Returns:
+        The model; what is around the layer's block is a module of the layer's name in it.
+
+    Raises:
+        CheckpointError: tensors are missing or of another shape.
+    """
+    own: Any = transformers_config(config)
+    own.dtype = factory.dtype
+    model, stored = found_model(own, NAME)
+    assert names.module is not None
+    assert structure.norm is not None
+    around, hidden = nn.Module(), own.get_text_config().hidden_size
+    for name in (names.embedded_norm, names.hidden_norm):
+        around.add_module(name, copy.deepcopy(model.get_submodule(structure.norm)))
+    joined = nn.Linear(2 * hidden, hidden, bias=False, device="meta")
+    around.add_module(names.joined, joined)
+    model.add_module(names.module, around)
+    (block,), layer = structure.blocks, f"{names.module}.{names.block}"
+    places = {f"{structure.list}.0": layer, structure.norm: f"{names.module}.{names.norm}"}
+    tensors: list[str] = [n for n, _ in (*model.named_parameters(), *model.named_buffers())]
+    renamed = {name: _moved(stored.get(name, name), places) for name in tensors}
+    there = {block.name: layer}
+    inputs = {_moved(a, there): _moved(b, there) for a, b in block.inputs.items()}
+    weighed = tuple(_moved(name, there) for name in block.weighed)
+    structure = replace(structure, blocks=(replace(block, inputs=inputs, weighed=weighed),))
+    _Loader(model, renamed, checkpoint, structure, factory).load(beside)
+    fix_frequencies(model, longest)
+    use_kernels(model.eval())
+    return model
+
+
+def _moved(name: str, places: Mapping[str, str]) -> str:
+    """The full name of what is in a module that has another name."""
+    for old, new in places.items():
+        if name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
+
+
 def nbytes_of(model: nn.Module) -> int:
     """Bytes of a loaded model's weights."""
     layers = {id(own): own for own in map(_layer_of, model.modules()) if own is not None}
@@ -123,9 +184,17 @@ class _Loader:
                 names = [f"{block.name}.{n}" for n in self._linears_of(block.name)]
                 self._inputs |= common_inputs(family, block.name, names)
 
-    def load(self) -> None:
-        """Load everything."""
-        self._load_head()
+    def load(self, beside: Any = None) -> None:
+        """Load everything.
+
+        Args:
+            beside: A loaded model whose embedding and head are this one's, too; None for its own.
+        """
+        if beside is None:
+            self._load_head()
+        else:
+            for get in ("get_input_embeddings", "get_output_embeddings"):
+                self._put(getattr(self._model, get)(), getattr(beside, get)())
         for name, parent in list(self._model.named_modules()):
             linears = dict(_linears(parent))
             wholes = {k: v for k, v in vars(parent).items() if isinstance(v, SideBySide)}

@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,18 @@ class CodeShape:
         return 3 * self.hidden_size * len(self.structure.blocks) / full if full else math.inf
 
 
+class CodeShaped(Protocol):
+    """What a step needs to know of whatever runs by transformers' code.
+
+    Attributes:
+        config: Its shape.
+        dtype: Of activations.
+    """
+
+    config: CodeShape
+    dtype: torch.dtype
+
+
 class CodeModel:
     """A loaded model; `inference.models.decoder.Decoder` is its declared twin.
 
@@ -99,6 +111,7 @@ class CodeModel:
 
     Attributes:
         config: Its shape.
+        module: transformers' model, its parts replaced.
         dtype: Of activations.
         device: Where it is.
         sink_tokens: Positions from the first on whose tokens have static input scales of their own.
@@ -116,36 +129,36 @@ class CodeModel:
     ) -> None:
         self.config, self.dtype, self.device = config, factory.dtype, factory.device
         self.sink_tokens = checkpoint.sinks.tokens if checkpoint.sinks.scales else 0
-        self._module = load.load_code(checkpoint, config.structure, factory, longest)
-        self._placed = "position_ids" in inspect.signature(self._module.forward).parameters
+        self.module = load.load_code(checkpoint, config.structure, factory, longest)
+        self._placed = "position_ids" in inspect.signature(self.module.forward).parameters
         by_distance = all("alibi" in site.arguments for site in config.structure.attentions)
         if not self._placed and not by_distance:
             raise CheckpointError(
-                f"{type(self._module).__name__}: transformers' code does not take the positions of "
+                f"{type(self.module).__name__}: transformers' code does not take the positions of "
                 "tokens; such a model is not run here"
             )
 
     @property
     def layers(self) -> Sequence[nn.Module]:
         """Its blocks, as transformers has them."""
-        return list(self._module.get_submodule(self.config.structure.list).children())
+        return list(self.module.get_submodule(self.config.structure.list).children())
 
     def with_layers(self, layers: Sequence[nn.Module]) -> Self:
         """This model with other blocks, as many and of the same shape."""
         other = copy.copy(self)
         path = self.config.structure.list.split(".")
-        other._module = _with_part(self._module, path, nn.ModuleList(layers))
+        other.module = _with_part(self.module, path, nn.ModuleList(layers))
         return other
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
-        return load.nbytes_of(self._module)
+        return load.nbytes_of(self.module)
 
     @property
     def _stateful(self) -> list[state.Stateful]:
         kind = state.Stateful
-        return [part for part in self._module.modules() if isinstance(part, kind)]
+        return [part for part in self.module.modules() if isinstance(part, kind)]
 
     def keep_states(self, rows: int) -> int:
         """Have rows of states for sequences and snapshots; tells their bytes."""
@@ -153,8 +166,10 @@ class CodeModel:
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy states from first to second row of each pair, in their order."""
-        for own in self._stateful if pairs else ():
-            own.copy_rows(pairs)
+        for some in state.at_once(pairs):
+            sources, targets = torch.tensor(some, device=self.device).T
+            for own in self._stateful:
+                own.copy_rows(sources, targets)
 
     def _places(self, step: Step) -> dict[str, Tensor]:
         """Positions of the tokens, for code that asks for them."""
@@ -168,7 +183,7 @@ class CodeModel:
             Logits fp32 [R, vocabulary] of the rows wanted.
         """
         with running(step, len(self.config.places), self.sink_tokens):
-            out = self._module(input_ids=step.ids[None], use_cache=False, **self._places(step))
+            out = self.module(input_ids=step.ids[None], use_cache=False, **self._places(step))
         return out.logits[0]
 
 

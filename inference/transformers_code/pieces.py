@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.scheduling.batch import Bools
+from inference.scheduling.batch import Bools, Ints
+from inference.scheduling.states import StateRows
 from inference.scheduling.work import Work
+
+SPARE = -1  # the last row of states, which are nobody's
 
 
 @dataclass(frozen=True)
@@ -22,21 +25,24 @@ class Piece:
         tokens: int64 [n], which of the step's: of one sequence, or each of another one.
         rows: int64 [B], rows of their states; one for each of them, or for all.
         begins: Whether they are a sequence's first.
-        keeps: Row that gets the state after them, too; None: none.
+        keeps: int64 [B], rows that get the states after them, too, the last row of all where none
+            does; None where none of them has one.
     """
 
     tokens: Tensor
     rows: Tensor
     begins: bool = False
-    keeps: int | None = None
+    keeps: Tensor | None = None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Piece:
         """The same on another device."""
-        return replace(self, tokens=move(self.tokens), rows=move(self.rows))
+        keeps = None if self.keeps is None else move(self.keeps)
+        return replace(self, tokens=move(self.tokens), rows=move(self.rows), keeps=keeps)
 
 
 def pieces_of(work: Work, *, longest: bool = False) -> list[Piece]:
-    """A step in pieces: the next tokens of many sequences as one, then prompts piece by piece.
+    """A step in pieces: the next tokens of many sequences as one, and so their first drafts, their
+    second ones and so on; then prompts piece by piece.
 
     Args:
         work: The step.
@@ -47,26 +53,44 @@ def pieces_of(work: Work, *, longest: bool = False) -> list[Piece]:
     if states is None:
         return []
     firsts, alone = np.cumsum(work.counts) - work.counts, alone_in(work)
-    found = []
-    if alone.any():
-        tokens, rows = (torch.from_numpy(x[alone]) for x in (firsts, work.places))
-        found.append(Piece(tokens, rows))
+    found = list(_next_tokens(work, np.flatnonzero(alone), firsts, states))
     columns = (firsts, work.places, work.starts, work.counts)
     for first, place, start, count in zip(*(x[~alone].tolist() for x in columns), strict=True):
-        row, wanted, end = torch.tensor([place]), states.kept_of(place), start + count
+        row, wanted, end = torch.tensor([place]), states.wanted.get(place, {}), start + count
         kept = (stop for stop in sorted(wanted) if start < stop < end)
         cuts = _cuts(start, end, int(batch.prompt[place]), states.piece)
         for begin, stop in pairwise([start, *(kept if longest else cuts), end]):
             tokens = torch.arange(first + begin - start, first + stop - start)
-            found.append(Piece(tokens, row, begin == 0, wanted.get(stop)))
+            keeps = torch.tensor([wanted[stop]]) if stop in wanted else None
+            found.append(Piece(tokens, row, begin == 0, keeps))
     return found
 
 
 def alone_in(work: Work) -> Bools:
-    """Which sequences of a step have one token after a state, and keep none after it."""
+    """Which sequences of a step have one token after a state, or drafts after it, too, and keep no
+    other state than those before drafts."""
     assert work.batch.states is not None
-    keeping = [place for place, own in work.batch.states.wanted.items() if own]
-    return (work.counts == 1) & (work.starts > 0) & ~np.isin(work.places, keeping)
+    one = (work.counts - work.drafts == 1) & (work.starts > 0)
+    return one & ~np.isin(work.places, work.batch.states.keeping)
+
+
+def _next_tokens(work: Work, which: Ints, firsts: Ints, states: StateRows) -> Iterator[Piece]:
+    """The next token of sequences as a piece, then each of their drafts.
+
+    Args:
+        work: The step.
+        which: Indices of their slices.
+        firsts: The first token of each slice.
+        states: Says where states before drafts are kept.
+    """
+    for step in range(int(work.drafts[which].max(initial=0)) + 1 if len(which) else 0):
+        which = which[work.drafts[which] >= step]
+        places, more = work.places[which], work.drafts[which] > step
+        keeps = np.full(len(which), SPARE)
+        for i in np.flatnonzero(more).tolist():
+            keeps[i] = states.before_drafts(int(places[i]))[step]
+        tokens, rows = torch.from_numpy(firsts[which] + step), torch.from_numpy(places)
+        yield Piece(tokens, rows, keeps=torch.from_numpy(keeps) if more.any() else None)
 
 
 def _cuts(start: int, end: int, prompt: int, piece: int) -> Iterator[int]:

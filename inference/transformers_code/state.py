@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from formats.errors import CheckpointError
 from formats.modeling.states import cache_argument
 from inference.transformers_code.attention import current_step, only_rows, quiet
 from inference.transformers_code.pieces import Piece
+from inference.transformers_code.projections import Projections
 
 PROBED = 6  # tokens that are compared
 NEAR = {torch.float32: 0.02}  # relative distance of what differs by roundings alone
@@ -73,6 +75,7 @@ class Stateful(nn.Module):
         shapes: The same.
         continues: Whether its code takes several tokens after a state.
         together: Whether its code may take several sequences at once.
+        projections: Its linear layers.
     """
 
     def __init__(self, mixer: nn.Module, shapes: Sequence[StateShape], count: int) -> None:
@@ -81,6 +84,7 @@ class Stateful(nn.Module):
         self._argument = cast(str, cache_argument(mixer))
         self._names = list(inspect.signature(mixer.forward).parameters)
         self.continues = self.together = True
+        self.projections = Projections(mixer)
         self._pools: list[Tensor] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -97,11 +101,10 @@ class Stateful(nn.Module):
         ]
         return sum(pool.nbytes for pool in self._pools)
 
-    def copy_rows(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy states from first to second of each pair, one after the other."""
-        for source, target in pairs:
-            for pool in self._pools:
-                pool[target] = pool[source]
+    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy states from some rows to as many others, all at once."""
+        for pool in self._pools:
+            pool[targets] = pool[sources]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own: hidden states [1, T, H] to the same."""
@@ -110,10 +113,14 @@ class Stateful(nn.Module):
         if "attention_mask" in given:  # padding, of which there is none
             given["attention_mask"] = None
         pieces = [part for piece in current_step().pieces for part in self._parts(piece)]
-        y = torch.empty_like(x)
-        for piece in pieces:
-            y[0, piece.tokens] = self._run(x[0, piece.tokens], piece, given)
-        return y
+        y = torch.zeros_like(x)
+        with self.projections.step(x[0]) if len(pieces) > 1 else nullcontext():
+            for piece in pieces:
+                found = self._run(x[0, piece.tokens], piece, given)
+                if not self.projections.check(found):
+                    y[0, piece.tokens] = found.reshape(-1, found.shape[-1])
+            later = self.projections.outputs()
+        return y if later is None else later[None]
 
     def _parts(self, piece: Piece) -> list[Piece]:
         """A piece, or its tokens one by one where the code cannot do otherwise."""
@@ -122,24 +129,29 @@ class Stateful(nn.Module):
         if count == 1 or (self.together if several else self.continues or piece.begins):
             return [piece]
         rows = piece.rows if several else piece.rows.expand(count)
-        parts = [Piece(piece.tokens[i : i + 1], rows[i : i + 1]) for i in range(count)]
+        keeps = piece.keeps if several else None
+        parts = [
+            Piece(x, row, keeps=None if keeps is None else keeps[i : i + 1])
+            for i, (x, row) in enumerate(zip(piece.tokens.split(1), rows.split(1), strict=True))
+        ]
         if not several:
-            parts[0] = Piece(parts[0].tokens, parts[0].rows, piece.begins)
-            last = parts[-1]
-            parts[-1] = Piece(last.tokens, last.rows, last.begins, piece.keeps)
+            parts[0] = replace(parts[0], begins=piece.begins)
+            parts[-1] = replace(parts[-1], keeps=piece.keeps)
         return parts
 
     def _run(self, x: Tensor, piece: Piece, given: Mapping[str, Any]) -> Tensor:
-        """Tokens [n, H] through the module; states are read from their rows, and written."""
+        """Tokens [n, H] through the module, as [1, n, H] or [n, 1, H]; states are read from their
+        rows, and written."""
         states = [pool[piece.rows] for pool in self._pools]
-        several = len(piece.rows) > 1
+        x = x[:, None] if len(piece.rows) > 1 else x[None]
+        self.projections.begin(x, piece.tokens)
         with only_rows(piece.tokens):
-            y, after = self.call(x[:, None] if several else x[None], states, piece.begins, given)
+            y, after = self.call(x, states, piece.begins, given)
         for pool, state in zip(self._pools, after, strict=True):
             pool[piece.rows] = state.to(pool.dtype)
             if piece.keeps is not None:
-                pool[piece.keeps] = state[0].to(pool.dtype)
-        return y.reshape(x.shape)
+                pool[piece.keeps] = state.to(pool.dtype)
+        return y
 
     def call(
         self, x: Tensor, states: Sequence[Tensor], begins: bool, given: Mapping[str, Any]
@@ -157,6 +169,18 @@ class Stateful(nn.Module):
         out = self.mixer(x, **{**given, self._argument: _cache(layer)})
         after = [getattr(layer, f"{own.kind}_states")[own.index] for own in self.shapes]
         return out[0] if isinstance(out, tuple) else out, after
+
+
+def at_once(pairs: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+    """Pairs of rows to be copied one after the other, in runs that may be copied at once."""
+    written, start = set[int](), 0
+    for i, pair in enumerate(pairs):
+        if not written.isdisjoint(pair):
+            yield pairs[start:i]
+            written, start = set(), i
+        written.add(pair[1])
+    if pairs:
+        yield pairs[start:]
 
 
 def state_shapes(mixer: nn.Module, hidden: int, count: int, dtype: torch.dtype) -> list[StateShape]:
@@ -204,13 +228,14 @@ def stand_in(
     Raises:
         CheckpointError: the code's tokens one by one are not what it computes of them at once.
     """
-    known: dict[type, tuple[bool, bool]] = {}
+    known: dict[type, tuple[bool, bool, str | None]] = {}
     for name in names:
         own = Stateful(model.get_submodule(name), shapes[name], states_of(model))
         kind = type(own.mixer)
         if kind not in known:
             known[kind] = _probed(own, name, model, same_bits)
-        own.continues, own.together = known[kind]
+        own.continues, own.together, last = known[kind]
+        own.projections.settle(last)
         model.set_submodule(name, own)
 
 
@@ -220,10 +245,11 @@ def states_of(model: Any) -> int:
 
 
 @torch.no_grad()
-def _probed(own: Stateful, name: str, model: Any, same_bits: bool) -> tuple[bool, bool]:
+def _probed(own: Stateful, name: str, model: Any, same_bits: bool) -> tuple[bool, bool, str | None]:
+    """Whether a module continues, takes several sequences, and its last layer's name."""
     hidden = model.config.get_text_config().hidden_size
     device = next(own.parameters()).device
-    many = 3
+    many, makers = 3, set[str | None]()
     x = torch.randn(many, PROBED, hidden, generator=torch.Generator().manual_seed(0))
     x = x.to(device, own.shapes[0].dtype)
 
@@ -234,6 +260,7 @@ def _probed(own: Stateful, name: str, model: Any, same_bits: bool) -> tuple[bool
             if forget is not None:
                 states[forget] = torch.zeros_like(states[forget])
             y, states = own.call(part, states, begins, {})
+            makers.add(own.projections.maker(y))
             found.append(y.float())
             begins = False
         return torch.cat(found, dim=1)
@@ -254,4 +281,5 @@ def _probed(own: Stateful, name: str, model: Any, same_bits: bool) -> tuple[bool
     off = (cut - whole).norm()  # next to nothing beside what forgetting a state costs
     continues = all(off < (other - whole).norm() / 8 for other in forgot)
     alike = (beside - alone).norm() <= near * alone.norm()
-    return continues, torch.equal(beside, alone) if same_bits else bool(alike)
+    together = torch.equal(beside, alone) if same_bits else bool(alike)
+    return continues, together, makers.pop() if len(makers) == 1 else None

@@ -171,6 +171,7 @@ class EagleHead:
 
     Attributes:
         shape: Of its block.
+        captured: That a GPU may capture its steps.
         taps: Blocks of the model whose inputs it reads.
 
     Raises:
@@ -186,7 +187,7 @@ class EagleHead:
         backend: NetworkBackend,
         longest: int,
     ) -> None:
-        self.shape, self.taps = settings.shape, settings.taps
+        self.captured, self.shape, self.taps = True, settings.shape, settings.taps
         parts = loading.PartLoader(checkpoint, settings.shape, backend)
         angles = settings.shape.rotary[0].table(longest, settings.shape.head_dim, backend.device)
         self._settings, self._target, self._backend = settings, target, backend

@@ -9,17 +9,19 @@ their last one, and around it (`formats.families.predicting` has the names, MiMo
 
 Where h_t is not there yet, y_{t-1} stands for it. Where a file lacks the embedding or the head,
 they are the model's. A checkpoint that was quantized here has the layer as it was. Of several such
-layers, each trained for a token further on, the first drafts all, from its own y.
+layers, each trained for a token further on, the first drafts all, from its own y. Where
+transformers' code runs the model, it runs the layer (`inference.transformers_code.predicting`).
 """
 
 from __future__ import annotations
 
 import logging
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from formats.errors import CheckpointError, EngineError
-from formats.families.predicting import Predicting
+from formats.families.predicting import UNDECLARED, Predicting
+from formats.families.registry import find_family
 from formats.namespace import later
 from inference.proposers import DraftMethod
 
@@ -30,14 +32,19 @@ if TYPE_CHECKING:
     from inference.models.decoder import Decoder
     from inference.speculate.chain import NetworkBackend, Target
     from inference.speculate.head import HeadProposer
+    from inference.transformers_code.model import CodeModel
+    from inference.transformers_code.predicting import CodePredictor
     from kernels.attention_inputs import KVPool
 with later():
     import torch
 
     from formats import residual_rotation
     from formats.checkpoint import read
+    from inference.models import decoder
     from inference.models import parts as loading
+    from inference.speculate import chain
     from inference.speculate import head as heads
+    from inference.transformers_code import predicting as by_code
 
 log = logging.getLogger("ptq.inference")
 
@@ -47,6 +54,7 @@ class PredictingLayer:
 
     Args:
         checkpoint: Where it is stored.
+        names: Its parts.
         target: The model whose blocks it follows.
         backend: Where that runs.
         longest: Most positions.
@@ -59,25 +67,28 @@ class PredictingLayer:
         CheckpointError: a tensor is missing or damaged.
     """
 
+    captured = True
+
     def __init__(
         self,
         checkpoint: Checkpoint,
+        names: Predicting,
         target: Decoder[Any, Any],
         backend: NetworkBackend,
         longest: int,
     ) -> None:
         self.shape, self.taps = target.config, (target.config.layers,)
-        self._target, self._backend, self._names = target, backend, _names(target)
-        name, own = layer_name(target), self._names
+        self._target, self._backend, self._names = target, backend, names
+        name = names.layer(target.config.layers)
         parts = loading.PartLoader(checkpoint, self.shape, backend)
         turn = self.shape.rotary[-1].table(longest, self.shape.head_dim, backend.device)
         self._layer = parts.layer(name, *turn)
-        self._joined = parts.linear(f"{name}.{own.joined}")
-        norms = (own.embedded_norm, own.hidden_norm, own.norm)
+        self._joined = parts.linear(f"{name}.{names.joined}")
+        norms = (names.embedded_norm, names.hidden_norm, names.norm)
         self._embedded_norm, self._hidden_norm, self._norm = (
             parts.vector(f"{name}.{norm}") for norm in norms
         )
-        head, table = f"{name}.{own.head}", f"{name}.{own.embedding}.weight"
+        head, table = f"{name}.{names.head}", f"{name}.{names.embedding}.weight"
         self._head = parts.linear(head) if _holds(checkpoint, head) else target.head
         embedding = parts.finite(table) if table in checkpoint else None
         self._embedding = None if embedding is None else embedding.to(backend.device, backend.dtype)
@@ -105,14 +116,56 @@ class PredictingLayer:
         return self._head(self._backend.rms_norm(y, self._norm, self.shape.eps)).float()
 
 
-def layer_name(target: Decoder[Any, Any]) -> str:
-    """The full name of the first layer that predicts further tokens."""
-    return _names(target).layer(target.config.layers)
+class CodeLayer:
+    """A loaded layer that transformers' code runs; see `inference.speculate.head.Head`.
+
+    Args:
+        layer: The layer.
+        blocks: Of its model.
+        backend: Where that runs.
+
+    Attributes:
+        shape: Of a model of one such block.
+        taps: The output of the model's last block.
+        captured: Whether a GPU may capture its steps: experts ask the host for their tokens.
+    """
+
+    def __init__(self, layer: CodePredictor, blocks: int, backend: NetworkBackend) -> None:
+        self.shape, self.taps, self.logits = layer.config, (blocks,), layer.logits
+        self.captured = not layer.has_experts
+        self._layer, self._backend = layer, backend
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """[T, 1, H] to [T, H]: what the model's head reads."""
+        return hidden[:, 0]
+
+    def run(self, batch: Any, features: Tensor, pool: KVPool) -> Tensor:
+        """y [T, H]; K and V of the tokens go into the cache."""
+        return self._layer.run(self._backend.code_step(self._layer, [pool], batch), features)
 
 
-def _names(target: Decoder[Any, Any]) -> Predicting:
-    """Where the layer is; of families that have none, where it would be."""
-    return target.config.family.predicting or Predicting()
+def _names_of(target: Target) -> Predicting | None:
+    """Where the layer is; None of a family that has none.
+
+    Raises:
+        EngineError: transformers' code runs a family that is declared, whose layer it has not.
+    """
+    family = find_family(target.checkpoint.config)
+    if family is None:
+        return UNDECLARED
+    heads.declared(target)
+    return family.predicting
+
+
+def _load(checkpoint: Checkpoint, names: Predicting, target: Target) -> heads.Head:
+    """The layer, ready to draft."""
+    model, backend = target.model, chain.network_backend(target)
+    longest = heads.longest_of(target, target.model.config)
+    if isinstance(model, decoder.Decoder):
+        return PredictingLayer(checkpoint, names, model, backend, longest)
+    config, code = target.checkpoint.config, cast("CodeModel", model)
+    layer = by_code.CodePredictor(checkpoint, config, names, code, backend, longest)
+    return CodeLayer(layer, len(code.layers), backend)
 
 
 def _holds(checkpoint: Checkpoint, module: str) -> bool:
@@ -131,45 +184,44 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
     Raises:
         CheckpointError: the layer is damaged.
         EngineError: there is none, it is another model's, the model is rotated, transformers' code
-            runs it, or memory is too small.
+            runs a family that is declared, or memory is too small.
     """
-    model, backend = heads.declared(target)
+    names, shape = _names_of(target), target.model.config
     checkpoint = read.Checkpoint.open(name) if name else target.checkpoint
-    layer, predicts = layer_name(model), model.config.family.predicting is not None
-    joined, seeds = f"{layer}.{_names(model).joined}", residual_rotation.rotation_seeds
-    rotated = [own.path for own in (target.checkpoint, checkpoint) if seeds(own.config)]
-    if predicts and rotated:
+    own = names or Predicting()
+    layer = own.layer(len(target.model.layers))
+    joined, seeds = f"{layer}.{own.joined}", residual_rotation.rotation_seeds
+    rotated = [one.path for one in (target.checkpoint, checkpoint) if seeds(one.config)]
+    if names is not None and rotated:
         raise EngineError(
             f"speculate: the residual stream of {rotated[0]} is rotated, and the layer for further "
             "tokens knows it as it was. Take ngram, suffix, draft=PATH or eagle=PATH, or a recipe "
             "without the method rotation, or with its residual: false"
         )
-    if not predicts or not _holds(checkpoint, joined):
+    if names is None or not _holds(checkpoint, joined):
         raise EngineError(
             f"speculate: {checkpoint.path} has no layer that predicts further tokens ({joined}). "
-            "Models of DeepSeek-V3's, GLM-4.5's and MiMo's build are published with one; of a "
+            "Models of DeepSeek-V3's, GLM-4.5's, MiMo's and Qwen3-Next's build are published "
+            "with one; of a "
             "quantized checkpoint that lost it, give mtp=PATH with the folder of the original, or "
             "take ngram, suffix, draft=PATH or eagle=PATH"
         )
-    unused = [own for own in checkpoint.predicting_layers if own != layer]
+    unused = [other for other in checkpoint.predicting_layers if other != layer]
     if unused:
         log.warning(
             "speculate: %s drafts every token; %s of the same checkpoint draft none",
             layer,
             ", ".join(unused),
         )
-    found, hidden = checkpoint.weight_shape(joined), model.config.hidden_size
+    found, hidden = checkpoint.weight_shape(joined), shape.hidden_size
     if found != (hidden, 2 * hidden):
         raise CheckpointError(
             f"{checkpoint.path}: {joined}.weight is {list(found)}, and the model needs "
             f"[{hidden}, {2 * hidden}]. It is another model's, or damaged"
         )
-    own = [n for n in checkpoint.names() if n.startswith(f"{layer}.")]
-    heads.require_room(
-        "its layer for further tokens", _bytes(checkpoint, own), target, model.config
-    )
-    longest = heads.longest_of(target, model.config)
-    return heads.HeadProposer(PredictingLayer(checkpoint, model, backend, longest), target)
+    tensors = [n for n in checkpoint.names() if n.startswith(f"{layer}.")]
+    heads.require_room("its layer for further tokens", _bytes(checkpoint, tensors), target, shape)
+    return heads.HeadProposer(_load(checkpoint, names, target), target)
 
 
 def _bytes(checkpoint: Checkpoint, names: list[str]) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor
 from formats.errors import EngineError
 from formats.scheme import Strict
 from inference.engine import Engine
-from inference.models.decoder import Decoder
 from inference.requests.request import SamplingParams
 from inference.speculate.chain import Target
 from inference.speculate.counts import DraftCounts
@@ -53,8 +52,7 @@ def measure_drafts(
 
 
 def _drafts(engine: Engine) -> bool:
-    declared = isinstance(engine.model, Decoder) and engine.backend.runs_drafters
-    return declared and bool(engine.checkpoint.predicting_layers)
+    return engine.backend.runs_drafters and bool(engine.checkpoint.predicting_layers)
 
 
 def _tokens_a_step(engine: Engine, prompts: list[list[int]]) -> float:

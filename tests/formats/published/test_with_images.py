@@ -120,10 +120,10 @@ def test_what_is_written_is_a_model_of_text(tmp_path):
 def publish_qwen(folder: Path) -> dict[str, torch.Tensor]:
     """Make of a folder what Qwen publishes; the tensors of its layer for further tokens.
 
-    The experts of a block are one parameter, those of that layer too (Qwen3.6) or not (Qwen3.5).
+    The experts of a block are one parameter, those of that layer too, or one by one.
     """
     tensors = load_file(folder / "model.safetensors")
-    names = ("fc", "norm", "pre_fc_norm_hidden", "layers.0.mlp.experts.0.up_proj")
+    names = ("fc", "norm", "pre_fc_norm_hidden", "layers.1.mlp.experts.0.up_proj")
     further = {f"mtp.{name}.weight": torch.randn(8, 8).bfloat16() for name in names}
     further["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.randn(4, 8, 8).bfloat16()
     for i in range(2):
@@ -155,6 +155,8 @@ def test_qwen_as_it_is_published(tmp_path, preset):
     assert written.config["architectures"] == ["Qwen3_5MoeForCausalLM"]
     assert "model.layers.1.mlp.experts.3.up_proj" in written.quantized_modules
     assert written.predicting_layers == ("mtp",)
+    both = further.pop("mtp.layers.0.mlp.experts.gate_up_proj")  # written one by one
+    further |= {f"mtp.layers.0.mlp.experts.{i}.up_proj.weight": x[4:] for i, x in enumerate(both)}
     assert all(torch.equal(written.tensor(name), tensor) for name, tensor in further.items())
     check_rounding(written, ids, wanted, 1.0, near=0.5)
 

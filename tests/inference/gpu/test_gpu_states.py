@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,18 @@ import pytest
 import torch
 
 from inference.beam_search import BeamParams, beam_search
+from inference.config import SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
+from inference.speculate.counts import DraftCounts
 from tests.inference.gpu.test_gpu import engine_of, prompt
+from tests.inference.speculate.methods.test_mtp_states import write_knowing
+from tests.inference.speculate.requests import Replay
 from tests.inference.transformers_code.test_states import write_small
 from tests.kernels.triton_lab import interpreted
 
 GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
+DRAFTS = SpeculateConfig(method="ngram", depth=3)
 
 
 def check_greedy(exact: Engine, ids: list[int], tokens: Sequence[int], near: float) -> None:
@@ -63,21 +69,25 @@ def test_random_requests_are_those_of_the_cpu(tmp_path):
     random_requests(str(write_small("mamba2", tmp_path)))
 
 
-@interpreted
-def random_requests(path: str):
-    """With chunks, hits, preemption, aborts, few snapshots, and a text scored among them.
-
-    Layers are a CPU's here, which take a hundredth of the time.
-    """
+@contextmanager
+def layers_of_a_cpu() -> Iterator[None]:
+    """Layers and norms are a CPU's for a while, which take a hundredth of the time."""
     from inference.cpu.backend import CpuBackend
     from inference.cpu.loop import CodeStep as OnCpu
     from inference.gpu.backend import TritonBackend
     from inference.gpu.code_step import CodeStep
 
-    sizes: dict[str, Any] = {"kv_blocks": 5, "state_snapshots": 3, "max_batched_tokens": 70}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CodeStep, "norm", OnCpu.norm)
         patch.setattr(TritonBackend, "linear", lambda _, stored: CpuBackend().linear(stored))
+        yield
+
+
+@interpreted
+def random_requests(path: str):
+    """With chunks, hits, preemption, aborts, few snapshots, and a text scored among them."""
+    sizes: dict[str, Any] = {"kv_blocks": 5, "state_snapshots": 3, "max_batched_tokens": 70}
+    with layers_of_a_cpu():
         check_states(
             engine_of(path, triton=False), engine_of(path, torch.float32, **sizes), 1e-3, 16
         )
@@ -138,6 +148,88 @@ def check_scored_among_others(exact: Engine, engine: Engine, near: float) -> Non
     found, wanted = torch.cat(parts), exact.score(prompt(90)).cpu()
     assert len(parts) > 1
     assert (found - wanted).norm() < near * wanted.norm()
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "bamba"])
+def test_drafts_change_no_token(tmp_path, kind):
+    drafted_requests(str(write_small(kind, tmp_path)), kind == "mamba2")
+
+
+@interpreted
+def drafted_requests(path: str, exact: bool):
+    """Some are right and some wrong; blocks are few. No cache holds fp32."""
+    sizes: dict[str, Any] = {"kv_blocks": 5, "max_batched_tokens": 70, "speculate": DRAFTS}
+    with layers_of_a_cpu():
+        engine = engine_of(path, torch.float32 if exact else torch.float16, **sizes)
+        shapes, padded = set(), engine.loop.runner._padded
+
+        def noted(plan):
+            shapes.add(plan.size.pieces)
+            return padded(plan)
+
+        engine.loop.runner._padded = noted
+        check_drafts(engine, engine_of(path, triton=False), 1e-3 if exact else 0.2, 14)
+        assert (4, 4) in shapes  # three requests, three drafts each
+
+
+def check_drafts(engine: Engine, exact: Engine, near: float, count: int) -> None:
+    """What comes with drafts is greedy by another engine's logits, prompts and drafts beside.
+
+    Args:
+        engine: Made with `DRAFTS`.
+        exact: The other engine, of the same model.
+        near: As in `check_greedy`.
+        count: Tokens of each request, one of which begins when others have drafts.
+    """
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    prompts = [prompt(n, n) for n in (60, 5, 1, 90)]
+    outputs = exact.generate(prompts, params)
+    texts = [[*p, *o.token_ids] for p, o in zip(prompts, outputs, strict=True)]
+    engine.speculate_by(Replay(texts, 0.7, 384), DRAFTS.depth)
+    names = [engine.add_request(ids, params) for ids in prompts[:3]]
+    done = {}
+    for step in range(10_000):
+        if step == 3:
+            names.append(engine.add_request(prompts[3], params))
+        if not engine.has_unfinished:
+            break
+        done |= {out.request_id: out.token_ids for out in engine.step() if out.finished}
+        engine.check_integrity()
+    for ids, name in zip(prompts, names, strict=True):
+        assert len(done[name]) == count
+        check_greedy(exact, ids, done[name], near)
+    counts = DraftCounts.of(engine.speculation)
+    assert 0.2 * sum(counts.proposed) < sum(counts.accepted) < sum(counts.proposed)
+
+
+def test_a_layer_for_further_tokens_drafts(tmp_path):
+    plain = write_small("qwen3_5_text", tmp_path)
+    predicted(str(write_knowing(plain, tmp_path / "knowing")))
+
+
+@interpreted
+def predicted(path: str):
+    """What it knows is right, on the cache that it has beside the model's."""
+    own = SpeculateConfig(method="mtp", depth=3)
+    engine = engine_of(path, speculate=own, max_batched_tokens=64)
+    check_predicted(engine, engine_of(path, triton=False), 0.2, 9)
+
+
+def check_predicted(engine: Engine, exact: Engine, near: float, count: int) -> None:
+    """Requests of a model whose layer for further tokens mostly knows them, by that.
+
+    Args:
+        engine: Made to speculate by it.
+        exact: Another engine of the same model.
+        near: As in `check_greedy`.
+        count: Tokens of each request.
+    """
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    prompts = [[7] * 70 + [9], [40, 5, 41]]
+    for ids, output in zip(prompts, engine.generate(prompts, params), strict=True):
+        check_greedy(exact, ids, output.token_ids, near)
+    assert DraftCounts.of(engine.speculation).tokens_per_step > 2.5  # of 4
+    engine.check_integrity()
 
 
 def test_quantized_layers_and_caches(tmp_path: Path):

@@ -61,7 +61,7 @@ def test_a_cache_is_held_for_those_layers_that_have_one(made, layout, heads):
 
 
 def test_embeddings_stay_in_the_type_of_the_files(made):
-    model = Engine.from_pretrained(made("per_layer")).model._module.model
+    model = Engine.from_pretrained(made("per_layer")).model.module.model
     for own in (model.embed_tokens, model.embed_tokens_per_layer):
         assert own.table.weight.dtype == torch.bfloat16
         assert own(torch.tensor([[3, 5]])).dtype == torch.float32

@@ -11,13 +11,12 @@ import torch
 from formats.errors import EngineError
 from inference.beam_search import BeamParams, beam_search
 from inference.config import EngineConfig, SpeculateConfig
-from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.scheduling.states import StateRows
 from inference.speculate.counts import DraftCounts
 from inference.transformers_code.model import CodeModel
-from inference.transformers_code.state import Stateful
+from inference.transformers_code.state import Stateful, at_once
 from tests.conftest import write_random
 from tests.families import check_engine
 from tests.inference.speculate.requests import Replay
@@ -214,12 +213,25 @@ def test_drafts_change_no_token(made, kind):
     assert kind == "mamba2" or engine.stats().preemptions > 0  # it needs no blocks
 
 
+def test_a_draft_model_without_states_changes_no_token(made, tiny_llama):
+    prompts = [ids_of(n, seed=n) for n in (70, 20, 5)]
+    params = [
+        SamplingParams(max_tokens=12, ignore_eos=True, temperature=t, seed=1) for t in (0, 0.9, 0)
+    ]
+    own = SpeculateConfig(method="draft", path=str(tiny_llama), depth=2)
+    engine, plain = engine_of(made("lfm2"), speculate=own), engine_of(made("lfm2"))
+    found, wanted = (one.generate(prompts, params) for one in (engine, plain))
+    assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
+    assert sum(DraftCounts.of(engine.speculation).proposed) > 20
+
+
 def test_states_of_drafts_are_kept_in_rows_of_their_own():
     states = StateRows(places=3, snapshots=2, piece=64, drafts=4)
     states.want(0, [64])
     states.keep_before([(0, 11, 3), (2, 7, 1)])
     assert states.rows == 9
-    assert states.kept_of(0) == {11: 3, 12: 4, 13: 5, 64: states.wanted[0][64]}
+    assert [states.before_drafts(place) for place in range(3)] == [[3, 4, 5], [], [6]]
+    assert states.keeping == [0]
     states.go_back(0, 12)  # the first one was right
     states.go_back(2, 8)  # all were: what is in its place is right
     states.go_back(2, 7)  # and is not asked again
@@ -231,13 +243,40 @@ def test_states_of_drafts_are_kept_in_rows_of_their_own():
     assert states.adds_up()
 
 
-def test_drafts_without_room_for_states_are_refused_by_name(made, monkeypatch):
-    engine, own = engine_of(made("lfm2")), SpeculateConfig(method="ngram")
-    path = str(made("lfm2"))
+def test_copies_are_those_that_one_after_the_other_gives():
+    rng = random.Random(3)
+    for _ in range(200):
+        pairs = [(rng.randrange(6), rng.randrange(6)) for _ in range(rng.randrange(8))]
+        wanted, found = torch.arange(6), torch.arange(6)
+        for source, target in pairs:
+            wanted[target] = wanted[source]
+        for some in at_once(pairs):
+            sources, targets = torch.tensor(some).T
+            found[targets] = found[sources]
+        assert found.tolist() == wanted.tolist()
+    assert len([*at_once([(9, 0), (7, 1), (8, 2)])]) == 1
+
+
+def test_rows_for_drafts_may_be_those_of_snapshots():
+    states = StateRows(places=3, snapshots=4, piece=64)
+    states.want(0, [64])
+    (_, row), *_ = states.taken(0, 64)
+    states.note(7, row)
+    assert 7 in states
+    states.reserve(3)
+    assert states.drafts == 3
+    assert 7 in states  # free rows go first
+    states.reserve(9)
+    assert states.drafts == 4
+    assert 7 not in states
+    states.want(0, [64])
+    assert states.keeping == []
+    assert states.adds_up()
+
+
+def test_drafts_without_room_for_states_are_refused_by_name(made):
+    engine, path = engine_of(made("lfm2"), state_snapshots=0), str(made("lfm2"))
     with pytest.raises(EngineError, match=r"no rows for recurrent states.*speculate=\.\.\."):
         engine.speculate_by(Replay([], 1, 384))
     with pytest.raises(EngineError, match=r"draft model .* keeps a recurrent state"):
         engine_of(made("lfm2"), speculate=SpeculateConfig(method="draft", path=path))
-    monkeypatch.setattr(CpuBackend, "same_bits", False)
-    with pytest.raises(EngineError, match=r"lfm2 keeps a recurrent state.*on a CPU alone"):
-        engine_of(made("lfm2"), speculate=own)

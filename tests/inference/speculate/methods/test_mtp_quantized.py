@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,11 @@ from ptq.plan.describe import describe_plan
 from ptq.report.inspection import describe, inspect
 from ptq.report.measured.drafts import DraftPair, measure_drafts
 from tests.adapters import write_adapter
-from tests.conftest import write_random
 from tests.experts import rewrite
 from tests.families import distance, transformers_logits
 from tests.formats.checkpoint.test_served_cache import served
 from tests.inference.speculate.methods.test_mtp import KINDS
 from tests.ptq.quantizing import SMOOTH, make_plan, random_tokens
-from tests.tiny_models import tiny_config
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 PROMPTS = [[5 + i] * 15 + [9 + 3 * i] * i + [40 + i] for i in range(4)]
@@ -269,21 +266,3 @@ def test_rotation_leaves_it_out_or_as_it_was(make_model, tmp_path, residual):
         return
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert accepted(path) > 3.5
-
-
-def test_qwen3_next_keeps_it_and_refuses_drafts(tmp_path):
-    """It reads hidden states, which transformers' code does not give."""
-    model = write_random(tmp_path / "model", tiny_config("qwen3_next"))
-    names = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.mlp.gate")
-    own = {f"mtp.{name}.weight": torch.randn(8, 8).bfloat16() for name in names}
-    file = model / "model.safetensors"
-    save_file(load_file(file) | own, file, {"format": "pt"})
-    path = quantized(model, tmp_path / "w4", "w4")
-    written = {n: t for f in path.glob("*.safetensors") for n, t in load_file(f).items()}
-    assert all(torch.equal(written[name], own[name]) for name in own)
-    ignore = json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
-    assert any(re.match(e[3:], "mtp.fc") for e in ignore if e.startswith("re:"))
-    assert Checkpoint.open(path).predicting_layers == ("mtp",)
-    assert engine(path, None).generate(PROMPTS[:1], LONG)
-    with pytest.raises(EngineError, match="transformers' code, which runs this one, tells none"):
-        engine(path)
