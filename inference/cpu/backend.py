@@ -18,12 +18,11 @@ from inference.cpu.decoder import CpuDecoder, CpuLayer, forward_by_ops, run_bloc
 from inference.cpu.layers import CpuExperts, Linear, pack_linear
 from inference.cpu.loop import CodeStep, HostLoop, forward_code, fuse
 from inference.models.config import ModelConfig
-from inference.models.kv_cache import CacheShape, change_blocks
+from inference.models.kv_cache import CacheShape, OneProcess
 from inference.models.model import Model
 from inference.models.network import Network
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
-from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.scheduler import Scheduler
 from inference.transformers_code.choose import Shape, load_model
 from inference.transformers_code.model import CodeModel, CodeShaped
@@ -31,7 +30,7 @@ from kernels.attention_inputs import KVPool
 from kernels.ops import rms_norm
 
 
-class CpuBackend:
+class CpuBackend(OneProcess):
     """Runs decoders on a CPU; see `inference.backend.Backend`.
 
     Args:
@@ -128,10 +127,6 @@ class CpuBackend:
         """The steps of an engine."""
         return HostLoop(self.forward(model, pools), scheduler, requests, model)
 
-    def change_blocks(self, pools: Sequence[KVPool], changes: BlockChanges) -> None:
-        """Do what the next step needs done to the cache."""
-        change_blocks(pools, changes)
-
     def ran_out(self, error: Exception) -> bool:
         """Whether that is said of memory that is too small."""
         return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
@@ -139,12 +134,6 @@ class CpuBackend:
     def free_bytes(self) -> int:
         """Memory that the system has left."""
         return available_bytes()
-
-    def check_alive(self) -> None:
-        """No other process is needed."""
-
-    def close(self) -> None:
-        """No other process runs a part of a model."""
 
     def peak_bytes(self) -> int:
         """Most memory that the process has held so far."""

@@ -24,13 +24,13 @@ from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, r
 from inference.gpu.runner import GpuRunner
 from inference.gpu.warn_once import warnings_together
 from inference.models.config import ModelConfig
-from inference.models.kv_cache import CacheShape, change_blocks
+from inference.models.kv_cache import CacheShape, OneProcess
 from inference.models.model import Model
 from inference.models.network import Network
 from inference.models.parts import Layer
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
-from inference.scheduling.blocks import BlockChanges, blocks_for
+from inference.scheduling.blocks import blocks_for
 from inference.scheduling.scheduler import Scheduler
 from inference.transformers_code.choose import Shape, load_model
 from inference.transformers_code.model import CodeModel, CodeShaped
@@ -40,7 +40,7 @@ from kernels.triton.attention.paged_cache import LARGEST_HEAD, check_pages, is_h
 from kernels.triton.fused import add_rms_norm
 
 
-class TritonBackend:
+class TritonBackend(OneProcess):
     """Runs decoders on a GPU; see `inference.backend.Backend`.
 
     Args:
@@ -200,10 +200,6 @@ class TritonBackend:
         )
         return DeviceLoop(runner, scheduler, requests, ahead=not sizes.eager)
 
-    def change_blocks(self, pools: Sequence[KVPool], changes: BlockChanges) -> None:
-        """Do what the next step needs done to the cache."""
-        change_blocks(pools, changes)
-
     def ran_out(self, error: Exception) -> bool:
         """Whether that is said of memory that is too small: the GPU's."""
         return ran_out(error) or (
@@ -213,12 +209,6 @@ class TritonBackend:
     def free_bytes(self) -> int:
         """Memory of the GPU that nobody holds."""
         return free_bytes(self.device)
-
-    def check_alive(self) -> None:
-        """No other process is needed."""
-
-    def close(self) -> None:
-        """No other process runs a part of a model."""
 
     def peak_bytes(self) -> int:
         """Most memory of the GPU that tensors have held so far."""

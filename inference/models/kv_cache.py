@@ -289,3 +289,18 @@ def clear_blocks(pools: Sequence[KVPool], blocks: Sequence[int]) -> None:
         index = torch.tensor(blocks, device=floats[0].device)
         for v in floats:
             v.index_fill_(0, index, 0)
+
+
+class OneProcess:
+    """What is alike in backends whose models no other process runs a part of; see
+    `inference.backend.Backend`."""
+
+    def change_blocks(self, pools: Sequence[KVPool], changes: BlockChanges) -> None:
+        """Do what the next step needs done to the cache."""
+        change_blocks(pools, changes)
+
+    def check_alive(self) -> None:
+        """No other process is needed."""
+
+    def close(self) -> None:
+        """No other process is to end."""
