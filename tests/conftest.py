@@ -7,8 +7,12 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers would wait for each other
     os.environ["OMP_NUM_THREADS"] = "1"
 
+from array import array
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -46,6 +50,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def tokenized_once():
+    """Equal tokenizers see a long text once: each run on the standard library reads all of it."""
+    from calibrate import windows
+
+    plain, kinds = windows.text_tokens, WeakKeyDictionary[Any, bytes]()
+    made: dict[tuple[bytes, int, str], array[int]] = {}
+
+    def once(tokenizer: Any, text: str) -> list[int]:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or len(text) < LONG_TEXT:
+            return plain(tokenizer, text)
+        if tokenizer not in kinds:
+            kinds[tokenizer] = sha256(backend.to_str().encode()).digest()
+        key = kinds[tokenizer], len(tokenizer), text
+        if key not in made:
+            made[key] = array("i", plain(tokenizer, text))
+        return made[key].tolist()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "text_tokens", once)
+        yield
+
+
+@pytest.fixture
+def unpictured(monkeypatch) -> None:
+    """Reports without their pictures, a second each, where a test is not about what they show."""
+    monkeypatch.setattr("ptq.report.report.draw_plots", lambda data: {})
+
+
+LONG_TEXT = 20_000  # characters
 CORPUS = [
     "def add(a, b):\n    return a + b\n",
     "class Node:\n    def __init__(self, value):\n        self.value = value\n",

@@ -30,6 +30,7 @@ from tests.conftest import write_model
 from tests.e2e.installed import ROOT, environment, run
 from tests.interrupts import take_interrupts
 
+pytestmark = pytest.mark.usefixtures("unpictured")  # the first report has its pictures
 RECIPE = """
 base: a8w8c8
 model: {path: own-model}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -13,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+
+from ptq.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 UNTIMED = ["--set", "report.speed=false"]
@@ -67,16 +70,18 @@ def test_the_same_recipe_without_smoothing_is_visibly_worse(flagship, tmp_path) 
 
 
 @pytest.mark.timeout(900)
-def test_the_printed_next_commands_work_when_pasted(flagship) -> None:
+def test_the_printed_next_commands_work_when_pasted(flagship, capsys) -> None:
     folder, _, output, _ = flagship
     lines = [line.strip() for line in output.splitlines()]
     commands = [line for line in lines if line.startswith("ptq ")]
     serving = [line for line in commands if line.startswith("ptq serve ")]
     assert {line.split()[1] for line in commands} >= {"predict", "inspect", "bench", "serve"}
     for line in set(commands) - set(serving):
-        done = command("ptq", *shlex.split(line)[1:], cwd=folder)
-        assert done.returncode == 0, line + done.stdout + done.stderr
-        assert done.stdout.strip(), line
+        with contextlib.chdir(folder):
+            code = main(shlex.split(line)[1:])
+        out, err = capsys.readouterr()
+        assert code == 0, line + out + err
+        assert out.strip(), line
 
 
 @pytest.mark.timeout(900)

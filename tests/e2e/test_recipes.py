@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,14 +23,19 @@ SMALLER = [  # the cases that show that a recipe runs, not how accurate it is
     for setting in ("samples=8", "sequence_length=256")
     for word in ("--set", f"dataset.{split}.{setting}")
 ]
-REPEATED = {  # what they have of schemes and methods, others have; a small model runs them all
+REPEATED = {  # what they have of schemes and methods, others have; `test_solve.py` runs them all
     "a8w4",
     "a8w4_two_level",
     "a8w4c8_two_level",
+    "a8w8c8_gptq",
+    "a8w8c8_static",
     "budget",
     "c8",
+    "fp8_channel",
     "fp8_tensor",
     "mxfp8",
+    "w4_head8",
+    "w4_two_sided",
     "w8_gptq",
     "w8_rtn",
 }
@@ -41,6 +47,7 @@ CASES = [
 SHORTEST = {"search_samples": 1, "iterations": 4}  # of a method's settings, where it has them
 
 UNTIMED = ["--set", "report.speed=false"]
+PICTURED = {"a8w8", "a8w8c8_dynamic_down", "w4_best"}  # all sections; the CI draws those of all
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +64,13 @@ def small_runs(tmp_path_factory):
                 for setting, least in SHORTEST.items():
                     if hasattr(method, setting):
                         more += ["--set", f"methods.{i}.{method.name}.{setting}={least}"]
-            with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+            with (
+                contextlib.chdir(folder),
+                contextlib.redirect_stdout(printed),
+                pytest.MonkeyPatch.context() as patch,
+            ):
+                if name not in PICTURED and os.environ.get("CI") != "true":
+                    patch.setattr("ptq.report.report.draw_plots", lambda data: {})
                 assert main([str(recipe), *SMALLER, *more]) in (0, 1)
             out = folder / "output" / name
             report = json.loads((out / "report" / "report.json").read_text())
@@ -95,9 +108,10 @@ def test_no_int4_method_is_worse_than_rounding(small_runs) -> None:
 @pytest.mark.timeout(600)
 def test_the_resolved_recipe_reruns_to_the_same_bytes(small_runs, tmp_path) -> None:
     first, again = small_runs("a8w8c8_fp8")[2], tmp_path / "again"
-    command = [sys.executable, "-m", "ptq.run", str(first / "recipe.yaml"), "--output", str(again)]
+    code = "import ptq, sys; ptq.quantize(sys.argv[1], output=sys.argv[2], progress=False)"
+    command = [sys.executable, "-c", code, str(first / "recipe.yaml"), str(again)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     files = sorted(p.relative_to(first) for p in (first / "checkpoint").rglob("*") if p.is_file())
     assert len(files) >= 8
     different = [str(p) for p in files if (first / p).read_bytes() != (again / p).read_bytes()]

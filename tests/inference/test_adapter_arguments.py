@@ -90,6 +90,7 @@ def test_a_chat_runs_with_it(tiny_llama, engine, both, tmp_path, monkeypatch, ca
     assert capsys.readouterr().out == engine.generate(["hello"], params)[0].text + "\n"
 
 
+@pytest.mark.usefixtures("engines_here")
 def test_a_bench_takes_turns_with_them(tiny_llama, engine, both, capsys):
     load = Load(batch=4, prompt_tokens=8, new_tokens=4)
     found = ask(engine, load)

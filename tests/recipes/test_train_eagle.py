@@ -58,7 +58,7 @@ def test_loss_is_over_what_can_be_drafted(make_model):
 def test_a_trained_head_drafts(tmp_path):
     """The script makes a head of the shipped one's shape, whose drafts are accepted."""
     head, text = tmp_path / "head", Path(json.__file__).parent
-    small = ("--sequences", "32", "--minutes", "0.1")
+    small = ("--sequences", "16", "--minutes", "0.05")
     assert run_command(training.main, [str(text), str(head), *small]) == 0
     config, shipped = (
         json.loads((folder / "config.json").read_text())

@@ -173,6 +173,7 @@ def test_texts_that_begin_alike_or_go_on_elsewhere_are_not_forced(tiny_llama):
         ask_task(runner, load_of(task), task)
 
 
+@pytest.mark.usefixtures("engines_here")
 @pytest.mark.parametrize(("task", "method"), [("editing", "ngram"), ("repeated", "suffix")])
 def test_the_command_tells_what_drafts_give(tiny_llama, tmp_path, capsys, task, method):
     file = tmp_path / "speed.json"

@@ -12,6 +12,7 @@ import torch
 from formats.errors import CheckpointError, EngineError
 from inference.bench.random_model import random_checkpoint
 from inference.bench.shapes import SHAPES
+from tests.experts import MOE
 from tests.kernels.triton_lab import interpreted
 from tests.tiny_families import DEEPSEEK, TINY
 
@@ -88,7 +89,7 @@ def test_rows_of_sink_tokens_have_scales_of_their_own(
 ):
     """Inputs of two tokens have a scale that leaves them few steps, on both devices."""
     if experts:
-        source = make_quantized(make_model("qwen3_moe"), "a8w8")
+        source = make_quantized(make_model("qwen3_moe", **MOE["qwen3_moe"]), "a8w8")
         path = str(shutil.copytree(source, tmp_path / "checkpoint"))
     else:
         path = checkpoint_of(tmp_path, "a8w8")

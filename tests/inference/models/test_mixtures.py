@@ -64,9 +64,10 @@ def test_a_quantized_checkpoint_computes_what_its_numbers_say(
     got = feed_forward(engine.model.layers[0].feed_forward, x)
     # A last bit can move a value over a rounding edge: in few tokens of a layer, in more of two.
     errors = (got - layer).norm(dim=-1) / layer.norm(dim=-1)
-    assert (errors < 5e-6).float().mean() >= 0.95
+    rounded = 2e-4  # of inputs in fp32, which are int16 to integers in groups
+    assert (errors < (5e-6 if preset == "a8w8_dynamic" else rounded)).float().mean() >= 0.95
     got = engine.score(token_ids())
-    assert (got - want).norm() / want.norm() < (2e-2 if preset == "a8w8_dynamic" else 2e-6)
+    assert (got - want).norm() / want.norm() < (2e-2 if preset == "a8w8_dynamic" else rounded)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -48,6 +50,24 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def certified(checkpoint, tmp_path_factory) -> tuple[Path, str]:
+    """A checkpoint with its certificate, and what the command printed of it."""
+    folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("certified") / "checkpoint")
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        for module in (setting, measuring):
+            patch.setattr(module, "LEVELS", {"quick": SMALL})
+        assert command.main([str(folder), "--against", str(MODEL), "--quiet"]) in (0, 1)
+    return folder, printed.getvalue()
+
+
+@pytest.fixture
+def copied(certified, tmp_path) -> Path:
+    """A copy of it that a test may change."""
+    return shutil.copytree(certified[0], tmp_path / "checkpoint")
+
+
+@pytest.fixture(scope="module")
 def own() -> Setting:
     return Setting(SMALL, 0, read_texts(None, None), load_tokenizer(MODEL), 1024)
 
@@ -89,10 +109,8 @@ def test_a_damaged_model_is_red(tmp_path):
     assert "kl.at_64" in told
 
 
-def test_the_command_certifies_inspect_tells_and_verify_compares(checkpoint, tmp_path, capsys):
-    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
-    assert command.main([str(folder), "--against", str(MODEL), "--quiet"]) in (0, 1)
-    out = capsys.readouterr().out
+def test_the_command_certifies_inspect_tells_and_verify_compares(certified, copied, capsys):
+    folder, out = copied, certified[1]
     assert "kl.mean: mean KL divergence" in out
     found = read_certificate(folder)
     assert found is not None
@@ -125,12 +143,11 @@ def test_the_command_certifies_inspect_tells_and_verify_compares(checkpoint, tmp
     assert f"{weights.name} changed since they were certified" in capsys.readouterr().out
 
 
-def test_a_second_certificate_takes_the_place_of_the_first(checkpoint, tmp_path):
-    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+def test_a_second_certificate_takes_the_place_of_the_first(copied, tmp_path):
+    folder = copied
     prompts = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"text": f"def f{i}(a):\n    return a + {i}\n" * 20}) for i in range(30)]
     prompts.write_text("\n".join(lines))
-    command.main([str(folder), "--against", str(MODEL), "--quiet"])
     given = ["--against", str(MODEL), "--quiet", "--prompts", str(prompts), "--seed", "3"]
     command.main([str(folder), *given])
     found = read_certificate(folder)
@@ -140,6 +157,7 @@ def test_a_second_certificate_takes_the_place_of_the_first(checkpoint, tmp_path)
     Checkpoint.open(folder, verify=True)
 
 
+@pytest.mark.usefixtures("unpictured")
 def test_a_recipe_asks_for_one_and_its_verdict_is_the_runs(tmp_path, tiny_llama, capsys):
     (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x\n" for i in range(99)))
     recipe = tmp_path / "recipe.yaml"

@@ -147,6 +147,7 @@ def test_no_outliers_at_all_is_refused(quantized):
         command.main([str(quantized), "--top", "0"])
 
 
+@pytest.mark.usefixtures("unpictured")
 def test_a_checkpoint_for_this_runtime_alone_says_so(make_model, make_quantized, tmp_path, capsys):
     """When it is written, in its card and in `inspect`, with what makes one for others."""
     base = ["a8w8", "--quiet", "--set", "ignore=[]", "--set", f"model.path={make_model('llama')}"]

@@ -21,6 +21,7 @@ from ptq.pipeline import resume
 from ptq.pipeline.key import differences
 from tests.interrupts import take_interrupts
 
+pytestmark = pytest.mark.usefixtures("unpictured")
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = """\
 model: {{path: {model}}}

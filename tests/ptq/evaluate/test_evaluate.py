@@ -223,6 +223,7 @@ def test_the_command_names_what_is_missing(monkeypatch, capsys):
     assert "ptq[eval]" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("unpictured")
 def test_a_report_tells_of_the_tasks_that_its_recipe_names(tmp_path, capsys):
     words = ["run", "w8_rtn", "--output", str(tmp_path / "out"), "--quiet"]
     for setting in (
@@ -231,6 +232,8 @@ def test_a_report_tells_of_the_tasks_that_its_recipe_names(tmp_path, capsys):
         "report.speed=false",
         "report.attribution=false",
         "report.completions=0",
+        "dataset.calibration.samples=2",
+        "dataset.calibration.sequence_length=32",
         "dataset.evaluation.samples=2",
         "dataset.evaluation.sequence_length=32",
     ):

@@ -262,6 +262,7 @@ def test_equal_data_give_equal_files(made, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (made.folder / name).read_bytes(), name
 
 
+@pytest.mark.usefixtures("unpictured")
 def test_a_report_that_cannot_be_written_leaves_the_old_one(made, tmp_path, monkeypatch):
     folder = tmp_path / "report"
     write_report(made.data, folder)
@@ -336,6 +337,7 @@ def test_layers_that_share_an_input_are_shown_once():
     ]
 
 
+@pytest.mark.usefixtures("unpictured")
 def test_the_command_measures_a_moved_run_again(made, folder, tmp_path, monkeypatch, capsys):
     moved = tmp_path / "moved"
     shutil.copytree(folder / "out", moved, ignore=shutil.ignore_patterns("report"))
@@ -388,6 +390,7 @@ def test_other_tools_stand_beside_the_run(made):
     assert "peers" not in draw_plots(failed)
 
 
+@pytest.mark.usefixtures("unpictured")
 def test_a_peer_that_fails_does_not_fail_the_report(folder, made, tmp_path, monkeypatch):
     adapter = tmp_path / "adapter.py"
     adapter.write_text("raise ValueError('broken')")

@@ -1,9 +1,11 @@
-"""`ptq serve --adapter` on two real engines: the tokens are those of `Engine` with the adapters."""
+"""`ptq serve --data-parallel 2 --adapter`: two real engines give what `Engine` gives; one may die."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,11 +16,12 @@ from inference.beam_search import BeamParams, beam_search
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from tests.adapters import write_adapter
-from tests.inference.server.real_server import RealServer
+from tests.inference.server.real_server import RealServer, gone
 
 SECONDS = 30
 KEY = {"Authorization": "Bearer key"}
 MODELS = ["tiny", "sql", "poet"]
+TALKS = [[40 + i, *range(60, 260), 40 + i] for i in range(4)]  # each begins otherwise
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +42,18 @@ def engine(base, folders) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def two(base, folders, chat_template):
+def pair(base, folders, chat_template):
+    """A server of two engines; the last test kills them."""
     options = ["--data-parallel", "2", "--api-key", "key", "--chat-template", str(chat_template)]
     options += ["--served-model-name", "tiny"]
     options += [f"--adapter={name}={folders[name]}" for name in ("sql", "poet")]
     with RealServer(base, *options) as started:
-        yield started.address
+        yield started
+
+
+@pytest.fixture
+def two(pair) -> str:
+    return pair.address
 
 
 def post(address: str, route: str, **body) -> httpx.Response:
@@ -141,3 +150,60 @@ def test_an_adapter_in_use_is_not_unloaded_by_any_engine(two, engine):
         assert complete(two, "poet", [40 + i]) == expected(engine, "poet", [40 + i])
     reader.join(SECONDS)
     assert post(two, "unload_lora_adapter", lora_name="poet").status_code == 200
+
+
+def counts(address: str, name: str) -> dict[str, float]:
+    """A metric's values by their engine, those of one engine added."""
+    text, found = httpx.get(f"{address}/metrics", headers=KEY).text, {"0": 0.0, "1": 0.0}
+    for engine, value in re.findall(rf'^ptq:{name}{{.*engine="(\d)".*}} (\S+)$', text, re.M):
+        found[engine] += float(value)
+    return found
+
+
+def test_answers_are_those_of_one_engine_and_both_give_them(pair, engine):
+    prompts = [[5 + i, *range(i + 3), 7] for i in range(30)]
+    before = counts(pair.address, "generation_tokens_total")
+
+    def ask(prompt: list[int]) -> list[int]:
+        return complete(pair.address, "tiny", prompt, temperature=1.0, seed=len(prompt))
+
+    with ThreadPoolExecutor(10) as clients:
+        found = list(clients.map(ask, prompts))
+    params = [SamplingParams(max_tokens=12, temperature=1.0, seed=len(p)) for p in prompts]
+    assert found == [list(output.token_ids) for output in engine.generate(prompts, params)]
+    after = counts(pair.address, "generation_tokens_total")
+    assert all(after[name] > before[name] for name in after)
+    assert "2 x cpu: 128 requests at once" in pair.greeting
+
+
+def test_requests_that_begin_alike_find_their_beginning(two):
+    """Of 4 talks of 6 turns each, the 5 later turns find the 192 tokens that are whole blocks."""
+    hits, routed = (counts(two, name) for name in ("prefix_cache_hits_total", "routed.*"))
+    for turn in range(6):
+        for talk in TALKS:
+            complete(two, "tiny", [*talk, *range(70, 70 + turn)])
+    now = counts(two, "prefix_cache_hits_total")
+    gained = {engine: now[engine] - hits[engine] for engine in now}
+    assert sum(gained.values()) >= 4 * 5 * 192
+    assert min(gained.values()) >= 5 * 192  # no engine got them all
+    after = counts(two, "routed.*")
+    assert sum(after.values()) - sum(routed.values()) == 24
+
+
+def test_one_that_is_killed_leaves_the_other_and_the_last_ends_the_server(pair):
+    first, second = pair.engines
+    first.kill()
+    assert gone(first)
+    until, health = time.monotonic() + SECONDS, f"{pair.address}/health"
+    while (found := httpx.get(health, headers=KEY).json())["status"] != "degraded":
+        assert time.monotonic() < until
+    assert [engine["state"] for engine in found["engines"]] == ["dead", "ready"]
+    assert "exit code -9" in found["engines"][0]["reason"]
+    while "engine 0 of 2: the engine process died with exit code -9" not in pair.errors:
+        assert time.monotonic() < until, pair.errors
+    for talk in TALKS:
+        complete(pair.address, "tiny", talk)
+    second.kill()
+    assert pair.end() == 2
+    assert "error: engine 0 of 2" in pair.errors
+    assert "engine 1 of 2: the engine process died" in pair.errors
