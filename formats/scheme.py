@@ -24,6 +24,7 @@ ScaleType = Literal["float", "e8m0", "e4m3"]
 BLOCK = 128  # rows and columns of a block, and elements of a group of activations
 MX_GROUP = 32  # weights that share a power of two in MXFP4 and MXFP8
 NV_GROUP = 16  # weights that share an e4m3 scale in NVFP4
+FINE = 16  # int8 weights of .gguf files that share a scale (Q6_K); `auto` chooses no such groups
 AUTO = "auto"  # the group size that each layer's inputs settle
 
 
@@ -39,6 +40,11 @@ GROUP_SIZES: dict[WeightType, tuple[int, ...]] = {
     "fp8_e4m3": (MX_GROUP,),
     "fp4_e2m1": (NV_GROUP, MX_GROUP),
 }
+
+
+def has_groups(dtype: WeightType, size: object) -> bool:
+    """Whether weights of a type have groups of so many inputs."""
+    return size in GROUP_SIZES[dtype] or (dtype == "int8" and size == FINE)
 
 
 def either(names: Sequence[object]) -> str:
@@ -118,7 +124,7 @@ class WeightSpec(Strict):
                 f"{self.dtype} weights {self.granularity} are not supported; use "
                 f"{either(_GRANULARITIES[self.dtype])}"
             )
-        if self.group_size not in (None, AUTO, *GROUP_SIZES[self.dtype]):
+        if self.group_size not in (None, AUTO) and not has_groups(self.dtype, self.group_size):
             raise ValueError(
                 f"{self.dtype} weights in groups of {self.group_size} are not supported; set "
                 f"group_size: {_sizes(self.dtype)}, or auto"

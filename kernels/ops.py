@@ -94,7 +94,8 @@ def linear(
 
     Returns:
         [T, N]. Integer inputs: sums over the inputs that share a scale are exact integers; with
-        one scale an output, acc * (x_scale * w_scale) + bias in fp32. Float inputs: fp32 sums.
+        one scale an output, acc * (x_scale * w_scale) + bias in fp32. Float inputs: fp32 sums;
+        compiled kernels take them as int16 where integers have groups (`csrc/gemm_int.h`).
     """
     if isinstance(weight, NativeWeight):
         return native_ops.linear(x, weight.packed, x_scale).to(out_dtype)

@@ -24,7 +24,7 @@ from formats.checkpoint.targets import is_ignored, layer_targets
 from formats.documents import check_values
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
-from formats.scheme import AUTO, BLOCK, GROUP_SIZES, ActivationSpec, LayerScheme, WeightSpec
+from formats.scheme import AUTO, BLOCK, ActivationSpec, LayerScheme, WeightSpec, has_groups
 from formats.stored.weights import storage_format
 
 METHOD = "compressed-tensors"
@@ -296,7 +296,7 @@ def _read_weights(args: Mapping[str, Any], where: str) -> WeightSpec:
             raise _unsupported(f"{where}.{key} {args.get(key)!r}")
     dtype, extra = _dtype(args, where), args.get("observer_kwargs")
     size = args.get("group_size") if strategy == "group" else None
-    if strategy == "group" and size not in GROUP_SIZES[dtype]:
+    if strategy == "group" and not has_groups(dtype, size):
         raise _unsupported(f"{where}.group_size {size} for {dtype}")
     try:
         spec = WeightSpec(

@@ -8,6 +8,7 @@
     Q5_1      d, m fp16, 32 fifth bits, 16 bytes of two lower halves   w = d q + m
     Q4_K      d, e fp16, 12 bytes of s and m, 4 times 32 bytes of two q each       w = d s q - e m
     Q5_K      d, e fp16, 12 bytes of s and m, 32 bytes of fifth bits, then as Q4_K
+    Q6_K      128 bytes of two lower halves, 64 of upper two bits, 16 s int8, d    w = d s (q - 32)
 
 (ggml-common.h). Byte i of the 16 holds q of weight i in its low four bits, of weight i + 16 in the
 high ones. d of Q4_0 is negative in about half of the blocks, those whose largest weight is
@@ -17,6 +18,11 @@ Blocks of Q4_K and Q5_K have 8 groups of 32 weights, each with s and m of 6 bits
 holds two groups, one in the low four bits; bit g of byte i is the fifth of weight i of group g.
 What has a minimum has fp32 zero points here: d q + m = (q - z) d with z = -m / d, exact but for
 the rounding of fp32.
+
+A block of Q6_K has 16 groups of 16 weights, and is two halves of 64 and of 32 bytes: weight
+32 r + i of a half has its low four bits in byte i + 32 (r mod 2), of r > 1 the high ones there, and
+the others in bits 2 r and 2 r + 1 of byte i. Layers that run as one with such a one are stored in
+groups of 16, too.
 """
 
 from __future__ import annotations
@@ -28,39 +34,35 @@ import torch
 from torch import Tensor
 
 from formats.foreign.layout import without_signs
-from formats.scheme import LayerScheme, WeightSpec
+from formats.scheme import FINE, LayerScheme, WeightSpec
 from formats.stored.weights import StoredWeight
 
 BLOCK = 32
 BYTES = {"Q8_0": 34, "Q4_0": 18, "Q5_0": 22, "IQ4_NL": 18, "Q4_1": 20}  # of a block
-BYTES |= {"Q5_1": 24, "Q4_K": 144, "Q5_K": 176}
+BYTES |= {"Q5_1": 24, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 INT4_KINDS = {"Q4_0", "Q4_1", "Q4_K"}
 MINIMA = {"Q4_1", "Q5_1", "Q4_K", "Q5_K"}  # types whose zero points are floats
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 INT8 = LayerScheme(weights=WeightSpec(dtype="int8", granularity="group", group_size=BLOCK))
+INT8_FINE = LayerScheme(weights=WeightSpec(dtype="int8", granularity="group", group_size=FINE))
 SYMMETRIC = LayerScheme(weights=WeightSpec(dtype="int4", granularity="group", group_size=BLOCK))
 INT4 = LayerScheme(
     weights=WeightSpec(dtype="int4", granularity="group", group_size=BLOCK, symmetric=False)
 )
-INT4_FLOAT, INT8_FLOAT = (
-    LayerScheme(
-        weights=WeightSpec(
-            dtype=dtype,
-            granularity="group",
-            group_size=BLOCK,
-            symmetric=False,
-            zero_points="float",
-        )
-    )
-    for dtype in ("int4", "int8")
+_FLOAT = WeightSpec(
+    dtype="int8", granularity="group", group_size=BLOCK, symmetric=False, zero_points="float"
 )
+INT8_FLOAT = LayerScheme(weights=_FLOAT)
+INT8_FLOAT_FINE = LayerScheme(weights=_FLOAT.model_copy(update={"group_size": FINE}))
+INT4_FLOAT = LayerScheme(weights=_FLOAT.model_copy(update={"dtype": "int4"}))
 
 
 def scheme_of(kinds: Collection[str], *, signed: bool = True) -> LayerScheme | None:
     """How layers of these types that read one input are stored; None where no integers hold them.
 
     int4 where all have 4 bits in steps of one size, which int8 holds, too; with float zero points
-    where one has minima; symmetric where none has and no scale is negative.
+    where one has minima; symmetric where none has and no scale is negative; in groups of 16 where
+    one has them.
 
     Args:
         kinds: Their types.
@@ -70,8 +72,11 @@ def scheme_of(kinds: Collection[str], *, signed: bool = True) -> LayerScheme | N
         return INT4 if signed else SYMMETRIC
     if not set(kinds) <= BYTES.keys():
         return None
+    fine = "Q6_K" in kinds
     if not MINIMA & set(kinds):
-        return INT8
+        return INT8_FINE if fine else INT8
+    if fine:
+        return INT8_FLOAT_FINE
     return INT4_FLOAT if set(kinds) <= INT4_KINDS else INT8_FLOAT
 
 
@@ -90,17 +95,21 @@ def unpacked(kind: str, data: np.ndarray, scheme: LayerScheme) -> StoredWeight:
         scheme: One that holds them.
 
     Returns:
-        q int8 [N, K], scale fp32 [N, K / 32], and of `INT4` zero points int8 of that shape, of
-        `INT4_FLOAT` and `INT8_FLOAT` fp32.
+        q int8 [N, K], scale fp32 [N, groups], and of `INT4` zero points int8 of that shape, of
+        schemes with float zero points fp32.
 
     Raises:
         ValueError: q of a block with a negative scale is -128, whose opposite int8 does not hold.
     """
     blocks = torch.from_numpy(data.copy()).view(len(data), -1, BYTES[kind])
+    spec = scheme.weights
+    assert spec is not None
     if kind in MINIMA:
-        return _with_float_zeros(*_with_minima(kind, blocks))
+        return _with_float_zeros(*_in_groups(spec.block[1], *_with_minima(kind, blocks)))
     scale, rest = _half(blocks[..., :2]), blocks[..., 2:]
-    if kind == "Q8_0":
+    if kind == "Q6_K":
+        q, scale = _six_bits(blocks)
+    elif kind == "Q8_0":
         q = rest.view(torch.int8)
     elif kind == "Q5_0":
         q = _five_bits(rest) - 16
@@ -113,12 +122,32 @@ def unpacked(kind: str, data: np.ndarray, scheme: LayerScheme) -> StoredWeight:
         zeros = torch.zeros_like(scale, dtype=torch.int8)
         q, scale, zeros = without_signs(q.flatten(1), scale, zeros, group)
         return StoredWeight(q, _used(scale), zeros)
-    if scheme in (INT4_FLOAT, INT8_FLOAT):
-        return _with_float_zeros(q, scale, torch.zeros_like(scale))
+    q, scale, zeros = _in_groups(spec.block[1], q, scale, torch.zeros_like(scale))
+    if spec.float_zeros:
+        return _with_float_zeros(q, scale, zeros)
     negative = (scale < 0)[..., None]
     if bool((negative & (q == -128)).any()):
         raise ValueError("found -128 in a block with a negative scale")
     return StoredWeight(torch.where(negative, -q, q).flatten(1), _used(scale.abs()))
+
+
+def _in_groups(size: int, q: Tensor, scale: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q [N, groups, weights], scales and zero points in groups that are shorter, or the same."""
+    times = q.shape[2] // size
+    q = q.reshape(len(q), q.shape[1] * times, -1)
+    return q, scale.repeat_interleave(times, 1), zeros.repeat_interleave(times, 1)
+
+
+def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """q int8 [N, groups, 16] and scales fp32 [N, groups] of blocks uint8 [N, blocks, 210]."""
+    low = blocks[..., :128].unflatten(-1, (2, 1, 2, 32))  # halves, -, r mod 2, i
+    low = torch.cat((low & 15, low >> 4), dim=-3)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(2, 2, 1)
+    high = blocks[..., 128:192].unflatten(-1, (2, 1, 1, 32)) >> shifts & 3
+    q = (low | high << 4).to(torch.int8) - 32
+    scale = blocks[..., 192:208].view(torch.int8) * _half(blocks[..., 208:])[..., None]
+    scale = scale.flatten(1)
+    return torch.where(scale[..., None] == 0, 0, q.reshape(len(q), -1, FINE)), scale
 
 
 def _with_minima(kind: str, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ from formats.stored import other_kinds
 with later():
     from formats.gguf import unpack
 
-LAYOUT = 2  # of the folders that are made; a change of it makes them again
+LAYOUT = 3  # of the folders that are made; a change of it makes them again
 
 
 def is_gguf(path: str | Path) -> bool:

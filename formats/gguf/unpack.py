@@ -1,6 +1,6 @@
 """A folder of ours out of a .gguf file.
 
-Linear layers of the types of `formats.gguf.blocks` keep their integers and scales, in groups of 32,
+Linear layers of the types of `formats.gguf.blocks` keep their integers and scales, in their groups,
 and so does the head where its type is one of these, with the embedding where they are one tensor.
 Layers that read one input, which run as one, are stored alike: as int4 where all have 4 bits, else
 as int8, which holds all of these types. All other matrices are dequantized by the package `gguf`:

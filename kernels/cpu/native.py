@@ -29,6 +29,7 @@ from kernels.cpu.structures import (
     NO_ZERO,
     NONFINITE,
     SCALE_BF16,
+    SCALE_F16,
     SCALE_F32,
     ZERO_F32,
     ZERO_I8,
@@ -170,9 +171,9 @@ def pack(
     group = inputs if group is None else min(group, inputs)
     kind = NO_SCALE
     if scale is not None:
-        scale = scale.float().contiguous()
-        exact = fmt == "int4" and torch.equal(scale.bfloat16().float(), scale)
-        kind = SCALE_BF16 if exact else SCALE_F32
+        if fmt == "int4" and zero is not None and zero.dtype == torch.int8:
+            q, scale, zero = _with_signs(q, scale, zero, group)
+        scale, kind = _narrowed(scale.float().contiguous())
     q = q.contiguous()
     zeros = NO_ZERO
     if zero is not None:
@@ -185,6 +186,24 @@ def pack(
     out = aligned(loaded().ptq_pack_bytes(byref(source)))
     loaded().ptq_pack(byref(source), out.data_ptr(), torch.get_num_threads())
     return out
+
+
+def _with_signs(
+    q: Tensor, scale: Tensor, zero: Tensor, group: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same int4 without zero points that are 0 or -1: (q + 1) s is ~q times -s."""
+    if not bool(((zero == 0) | (zero == -1)).all()):
+        return q, scale, zero
+    turned = (zero == -1).repeat_interleave(group, dim=1)[:, : q.shape[1]]
+    return torch.where(turned, ~q, q), torch.where(zero == -1, -scale, scale), None
+
+
+def _narrowed(scale: Tensor) -> tuple[Tensor, int]:
+    """Scales, in half the bytes where that loses nothing, and of what type they are packed."""
+    if torch.equal(scale.bfloat16().float(), scale):
+        return scale, SCALE_BF16
+    half = scale.half()
+    return (half, SCALE_F16) if torch.equal(half.float(), scale) else (scale, SCALE_F32)
 
 
 def aligned(size: int) -> Tensor:

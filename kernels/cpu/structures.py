@@ -11,7 +11,7 @@ from kernels.activations import Activation
 
 FLOATS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # of weights
 FORMATS = {"f32": 0, "bf16": 1, "fp8_e4m3": 2, "int8": 3, "int4": 4, "f16": 5}
-NO_SCALE, SCALE_F32, SCALE_BF16 = range(3)
+NO_SCALE, SCALE_F32, SCALE_BF16, SCALE_F16 = range(4)
 NO_ZERO, ZERO_I8, ZERO_F32 = range(3)
 SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN, SCALE_TOKEN_F16 = range(5)
 NONFINITE, NO_SUCH_BLOCK = 1, 2

@@ -269,6 +269,8 @@ def _kind(spec: WeightSpec, columns: int) -> str | None:
     """Type of a layer's blocks; None where no type holds it."""
     if columns % BLOCK or spec.granularity not in ("group", "per_channel"):
         return None
+    if (spec.group_size or BLOCK) % BLOCK:
+        return None
     if spec.dtype == "int4":
         return "Q4_0" if spec.symmetric else "Q4_1"
     return "Q8_0" if spec.dtype == "int8" and spec.symmetric else None

@@ -13,7 +13,7 @@ namespace ptq {
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512Vnni = 2 };
 // F8 is e4m3 (fn).
 enum Format : int32_t { kF32 = 0, kBF16 = 1, kF8 = 2, kI8 = 3, kI4 = 4, kF16 = 5 };
-enum ScaleType : int32_t { kNoScale = 0, kScaleF32 = 1, kScaleBF16 = 2 };
+enum ScaleType : int32_t { kNoScale = 0, kScaleF32 = 1, kScaleBF16 = 2, kScaleF16 = 3 };
 enum ZeroType : int32_t { kNoZero = 0, kZeroI8 = 1, kZeroF32 = 2 };
 
 // A packed weight: this header, then panels of `panel` outputs each, then the bias. Outputs are
@@ -24,7 +24,7 @@ enum ZeroType : int32_t { kNoZero = 0, kZeroI8 = 1, kZeroF32 = 2 };
 //     kI8: [ceil(g / 4)][panel][4]   int8
 //     kI4: [ceil(g / 8)][panel][4]   bytes; byte j of a lane holds input j in its low nibble and
 //                                    input 4 + j in its high one, as q + 8 (0 to 15)
-//     scale [panel] fp32 or bf16     (bf16 only where that loses nothing)
+//     scale [panel] fp32, or bf16 or fp16 where these lose nothing
 //     zero point [panel] int8        only if zero_type; q's zero, so that x' = (q - zero) scale;
 //                                    fp32 ones, for float products alone, are before all of these
 // and starts at a multiple of 64 bytes. Layouts of the float formats are described in gemm_float.h.
@@ -42,13 +42,17 @@ struct Packed {
 static inline int64_t lead_of(int32_t zero_type, int64_t panel) {
   return zero_type == kZeroF32 ? panel * 4 : 0;
 }
+// Bytes of a scale.
+static inline int64_t scale_bytes(int32_t scale_type) {
+  return scale_type == kScaleF32 ? 4 : scale_type == kNoScale ? 0 : 2;
+}
 constexpr uint64_t kMagic = 0x5051543157454947;
 constexpr int64_t kAlign = 64;
 
 // Where a weight comes from, row-major as in the checkpoint.
 struct Source {
   const void* q;        // [outputs, inputs]: fp32, bf16, e4m3 or int8 (kI4: int8 in [-8, 7])
-  const float* scale;   // [outputs, groups], or null without scales
+  const void* scale;    // [outputs, groups], fp32, of kScaleF16 fp16; or null without scales
   const void* zero;     // [outputs, groups] int8 or fp32, or null if symmetric
   const float* bias;    // [outputs] or null
   int32_t format, scale_type, zero_type;

@@ -1,4 +1,5 @@
-// Linear layers of fp32 activations with weights of any format.
+// Linear layers of fp32 activations with weights of any format, but for those that linear_wide of
+// gemm_int.h takes.
 //
 // Panels of kF32, kBF16, kF16 and kF8 are as those of the integers (api.h): a group is
 // [ceil(g / n)][panel][n] values, n = 1, 2, 2 and 4 of them in 32 bits, then the scales.
@@ -43,9 +44,7 @@ static inline void for_segments(const Packed& w, const Body& body) {
 template <class Lane>
 static inline vf scale_of(const Packed& w, const uint8_t* scales, int v) {
   const vf unit = set1(Lane::kUnit / Lane::kRow);
-  if (w.scale_type == kScaleF32) return mul(load((const float*)scales + v * W), unit);
-  if (w.scale_type == kScaleBF16) return mul(load_bf16((const uint16_t*)scales + v * W), unit);
-  return unit;
+  return w.scale_type == kNoScale ? unit : mul(load_scales(w, scales, v * W), unit);
 }
 
 // Zero points of W outputs, in units of Lane::kUnit.
@@ -53,7 +52,7 @@ template <class Lane>
 static inline vf zero_of(const Packed& w, const uint8_t* panel, const Segment& s, int v) {
   const vf unit = set1(1.0f / Lane::kUnit);
   if (w.zero_type == kZeroF32) return mul(load((const float*)(panel + s.zeros) + v * W), unit);
-  const uint8_t* zeros = panel + s.scales + kPanel * (w.scale_type == kScaleF32 ? 4 : 2);
+  const uint8_t* zeros = panel + s.scales + kPanel * scale_bytes(w.scale_type);
   return mul(load_i8((const int8_t*)zeros + v * W), unit);
 }
 

@@ -48,7 +48,7 @@ struct Cut {
   int64_t chunk_bytes(const Chunk& c) const {  // of a row of prepared inputs
     return ((c.parts - 1) * c.lanes + c.last_lanes) * lane_bytes;
   }
-  const uint8_t* panel(int64_t index) const {
-    return (const uint8_t*)&w + w.data_offset + index * w.panel_bytes;
+  const uint8_t* panel(int64_t index) const {  // the lanes of its first group
+    return (const uint8_t*)&w + w.data_offset + index * w.panel_bytes + lead_of(w.zero_type, kPanel);
   }
 };

@@ -21,7 +21,10 @@ static inline int32_t load_32(const void* p) {
 
 #if defined(PTQ_ISA_AVX512)
 
-constexpr int kDirectRows = 4;
+template <bool kWide>
+constexpr int kDirectRows = kWide ? 12 : 4;
+template <bool kWide>
+constexpr bool kStreams = kWide;  // whether weights of many rows are not prepared, either
 template <int F>
 constexpr int kTileRows = 6;
 template <int F>
@@ -34,6 +37,7 @@ static inline vi load_i32(const void* p) { return _mm512_loadu_si512(p); }
 static inline void store_i32(void* p, vi a) { _mm512_storeu_si512(p, a); }
 static inline vi add_i32(vi a, vi b) { return _mm512_add_epi32(a, b); }
 static inline vi mul_i32(vi a, vi b) { return _mm512_mullo_epi32(a, b); }
+static inline vi times_256(vi a) { return _mm512_slli_epi32(a, 8); }
 static inline vi low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 static inline vi high_nibbles(vi a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
 static inline vi plus_128(vi a) { return _mm512_xor_si512(a, _mm512_set1_epi8(-128)); }
@@ -109,7 +113,10 @@ static inline __attribute__((always_inline)) void multiply_packed(const uint8_t*
 
 #elif defined(PTQ_ISA_AVX2)
 
-constexpr int kDirectRows = 12;
+template <bool kWide>
+constexpr int kDirectRows = kWide ? 2 : 12;
+template <bool kWide>
+constexpr bool kStreams = false;
 template <int F>
 constexpr int kTileRows = F == kI8 ? 6 : 4;  // kI4 has int16 sums beside the int32 ones
 template <int F>
@@ -122,6 +129,7 @@ static inline vi load_i32(const void* p) { return _mm256_loadu_si256((const __m2
 static inline void store_i32(void* p, vi a) { _mm256_storeu_si256((__m256i*)p, a); }
 static inline vi add_i32(vi a, vi b) { return _mm256_add_epi32(a, b); }
 static inline vi mul_i32(vi a, vi b) { return _mm256_mullo_epi32(a, b); }
+static inline vi times_256(vi a) { return _mm256_slli_epi32(a, 8); }
 static inline vi low_nibbles(vi a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 static inline vi high_nibbles(vi a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
 static inline vi even_i16(vi a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
@@ -295,7 +303,10 @@ static inline __attribute__((always_inline)) void multiply_packed(const uint8_t*
 
 #else
 
+template <bool kWide>
 constexpr int kDirectRows = 0;
+template <bool kWide>
+constexpr bool kStreams = false;
 template <int F>
 constexpr int kTileRows = 2;
 template <int F>
@@ -313,6 +324,7 @@ static inline vi load_i32(const void* p) {
 static inline void store_i32(void* p, vi a) { __builtin_memcpy(p, &a, sizeof a); }
 static inline vi add_i32(vi a, vi b) { return a + b; }
 static inline vi mul_i32(vi a, vi b) { return a * b; }
+static inline vi times_256(vi a) { return a * 256; }
 static inline vi low_i16(vi a) { return (vi)((vu)a << 16) >> 16; }
 
 static inline vi sum_inputs(vi sum, const int8_t* x) {  // of 32 inputs, in lanes
@@ -358,25 +370,3 @@ static inline void multiply_packed(const uint8_t*, const char*, int64_t, int64_t
                                    vi (&)[R][kVectors]) {}
 
 #endif
-
-// Inputs x [count] as the tiles take them, zeros up to `padded`; returns their sum. Whole vectors
-// are written: up to 64 bytes beyond.
-template <int F>
-static int32_t prepare_inputs(const int8_t* x, int64_t count, int64_t padded, char* out) {
-  constexpr int64_t width = W * 4;
-  vi sums = set1_i32(0);
-  for (int64_t i = 0; i < padded; i += width) {
-    int8_t rest[width] = {};
-    const int8_t* from = x + i;
-    if (count - i < width) {
-      if (count > i) __builtin_memcpy(rest, from, count - i);
-      from = rest;
-    }
-    sums = sum_inputs(sums, from);
-    prepare_vector<F>(from, out + i * kXBytes<F>);
-  }
-  int32_t lanes[W], sum = 0;
-  store_i32(lanes, sums);
-  for (int i = 0; i < W; i++) sum += lanes[i];
-  return sum;
-}

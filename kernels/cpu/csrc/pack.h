@@ -16,7 +16,7 @@ static inline int64_t lane_inputs(int32_t format) {
 
 static inline int64_t group_bytes_of(const Source& s, int64_t inputs) {
   int64_t values = ceil_div(inputs, lane_inputs(s.format)) * kPanel * 4;
-  int64_t scales = kPanel * (s.scale_type == kScaleF32 ? 4 : s.scale_type == kScaleBF16 ? 2 : 0);
+  int64_t scales = kPanel * scale_bytes(s.scale_type);
   int64_t zeros = lead_of(s.zero_type, kPanel) + (s.zero_type == kZeroI8 ? kPanel : 0);
   return round_up(values + scales + zeros, kAlign);
 }
@@ -49,6 +49,13 @@ static Packed header_of(const Source& s) {
   return h;
 }
 
+// Scales i to i + W of a group's.
+static inline vf load_scales(const Packed& w, const uint8_t* scales, int64_t i) {
+  if (w.scale_type == kScaleF32) return load((const float*)scales + i);
+  const uint16_t* halves = (const uint16_t*)scales + i;
+  return w.scale_type == kScaleF16 ? load_f16(halves) : load_bf16(halves);
+}
+
 static int64_t pack_bytes(const Source& s) { return header_of(s).bytes; }
 
 // The 32 bits of a lane, of up to 4 bytes of a row, or of 8 whose nibbles are kept (kI4); zeros make
@@ -71,8 +78,8 @@ static void pack_group(const Source& s, int64_t panel, int64_t group, int64_t in
   float* zero_f32 = (float*)out;
   out += lead_of(s.zero_type, kPanel);
   float* scale_f32 = (float*)(out + lanes * kPanel * 4);
-  uint16_t* scale_bf16 = (uint16_t*)scale_f32;
-  int8_t* zero_i8 = (int8_t*)scale_f32 + kPanel * (s.scale_type == kScaleF32 ? 4 : 2);
+  uint16_t* scale_half = (uint16_t*)scale_f32;
+  int8_t* zero_i8 = (int8_t*)scale_f32 + kPanel * scale_bytes(s.scale_type);
   const int64_t left = s.outputs - panel * kPanel, rows = left < kPanel ? left : kPanel;
   // 16 lanes at a time: rows lie far apart, and their lines of the cache are read whole.
   for (int64_t from = 0; from < lanes; from += 16) {
@@ -90,8 +97,9 @@ static void pack_group(const Source& s, int64_t panel, int64_t group, int64_t in
   }
   for (int64_t row = 0; row < rows; row++) {
     const int64_t at = (panel * kPanel + row) * groups + group;
-    if (s.scale_type == kScaleF32) scale_f32[row] = s.scale[at];
-    if (s.scale_type == kScaleBF16) scale_bf16[row] = f32_to_bf16(s.scale[at]);
+    if (s.scale_type == kScaleF32) scale_f32[row] = ((const float*)s.scale)[at];
+    if (s.scale_type == kScaleBF16) scale_half[row] = f32_to_bf16(((const float*)s.scale)[at]);
+    if (s.scale_type == kScaleF16) scale_half[row] = ((const uint16_t*)s.scale)[at];
     if (s.zero_type == kZeroI8) zero_i8[row] = ((const int8_t*)s.zero)[at];
     if (s.zero_type == kZeroF32) zero_f32[row] = ((const float*)s.zero)[at];
   }

@@ -6,26 +6,6 @@
 
 namespace ptq {
 
-static inline float scale_at(const Packed& w, const uint8_t* scales, int64_t lane) {
-  float value = 1.0f;
-  if (w.scale_type == kScaleF32) memcpy(&value, scales + lane * 4, 4);
-  if (w.scale_type == kScaleBF16) {
-    uint16_t half;
-    memcpy(&half, scales + lane * 2, 2);
-    const uint32_t wide = (uint32_t)half << 16;
-    memcpy(&value, &wide, 4);
-  }
-  return value;
-}
-
-static inline float zero_at(const Packed& w, const uint8_t* group, const uint8_t* scales,
-                            int64_t lane) {
-  const int8_t* zeros = (const int8_t*)scales + w.panel * (w.scale_type == kScaleF32 ? 4 : 2);
-  float value = w.zero_type == kZeroI8 ? (float)zeros[lane] : 0.0f;
-  if (w.zero_type == kZeroF32) memcpy(&value, group + lane * 4, 4);
-  return value;
-}
-
 // Value i of the lane at p, in units of its scale; api.h and gemm_float.h describe the layouts.
 static inline float value_at(int32_t format, const uint8_t* p, int64_t i, float zero) {
   if (format == kI8) return (float)(int8_t)p[i] - zero;
@@ -52,6 +32,20 @@ static inline float value_at(int32_t format, const uint8_t* p, int64_t i, float 
     memcpy(&bits, p, 4);
   }
   memcpy(&value, &bits, 4);
+  return value;
+}
+
+static inline float scale_at(const Packed& w, const uint8_t* scales, int64_t lane) {
+  if (w.scale_type == kNoScale) return 1.0f;
+  const int32_t format = w.scale_type == kScaleF32 ? kF32 : w.scale_type == kScaleF16 ? kF16 : kBF16;
+  return value_at(format, scales + lane * scale_bytes(w.scale_type), 0, 0.0f);
+}
+
+static inline float zero_at(const Packed& w, const uint8_t* group, const uint8_t* scales,
+                            int64_t lane) {
+  const int8_t* zeros = (const int8_t*)scales + w.panel * scale_bytes(w.scale_type);
+  float value = w.zero_type == kZeroI8 ? (float)zeros[lane] : 0.0f;
+  if (w.zero_type == kZeroF32) memcpy(&value, group + lane * 4, 4);
   return value;
 }
 

@@ -77,6 +77,9 @@ static inline vf load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+static inline vf load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
 static inline vf load_f8(const uint8_t* p) {
   vi v = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
   v = _mm512_and_si512(_mm512_slli_epi32(v, 20), _mm512_set1_epi32((int)0x87f00000));
@@ -122,6 +125,9 @@ static inline vf load_i8(const int8_t* p) {
 static inline vf load_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(
       _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+static inline vf load_f16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 }
 static inline vf load_f8(const uint8_t* p) {
   vi v = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
@@ -180,6 +186,11 @@ static inline vf load_bf16(const uint16_t* p) {
   vf a;
   for (int i = 0; i < W; i++) a[i] = bf16_to_f32(p[i]);
   return a;
+}
+static inline vf load_f16(const uint16_t* p) {
+  vi a;
+  for (int i = 0; i < W; i++) a[i] = (p[i] & 0x8000) << 16 | (p[i] & 0x7fff) << 13;
+  return (vf)a * 0x1p112f;  // subnormal ones too
 }
 static inline vf load_f8(const uint8_t* p) {
   vf a;

@@ -11,7 +11,9 @@ from formats.gguf.blocks import (
     INT4,
     INT4_FLOAT,
     INT8,
+    INT8_FINE,
     INT8_FLOAT,
+    INT8_FLOAT_FINE,
     MINIMA,
     SYMMETRIC,
     has_negative_scales,
@@ -34,12 +36,14 @@ def written(kind: str) -> np.ndarray:
         scales = np.abs(scales)  # -128 has no opposite
     if kind in MINIMA:
         blocks[..., 2:4] = minima.view(np.uint8)
-    blocks[..., :2] = scales.view(np.uint8)
-    blocks[0, 0, :2] = 0  # a block of zeros
+    place = slice(208, 210) if kind == "Q6_K" else slice(0, 2)
+    blocks[..., place] = scales.view(np.uint8)
+    blocks[0, 0, place] = 0  # a block of zeros
     return blocks.reshape(ROWS, -1)
 
 
 CASES = [("Q8_0", INT8), ("Q4_0", INT8), ("Q5_0", INT8), ("IQ4_NL", INT8), ("Q4_0", INT4)]
+CASES += [("Q6_K", INT8_FINE), ("Q8_0", INT8_FINE), ("Q5_0", INT8_FINE)]
 
 
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
@@ -48,15 +52,17 @@ def test_unpacked_is_what_gguf_dequantizes(kind, scheme):
     weight = unpacked(kind, data, scheme)
     assert weight.q.shape == (ROWS, COLUMNS)
     assert (weight.scale > 0).all()
-    found = dequantize(weight.q, weight.scale, weight.zero_point, (1, 32))
+    assert scheme.weights is not None
+    found = dequantize(weight.q, weight.scale, weight.zero_point, scheme.weights.block)
     wanted = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
-    wanted[0, :32] = found[0, :32] * 0  # of zeros with any scale
+    first = 256 if kind == "Q6_K" else 32  # weights of zeros with any scale
     assert torch.equal(found[1:], wanted[1:])
-    assert torch.equal(found[0, 32:], wanted[0, 32:])
+    assert torch.equal(found[0, first:], wanted[0, first:])
 
 
 FLOAT_ZEROS = [(kind, INT8_FLOAT) for kind in ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", *sorted(MINIMA))]
 FLOAT_ZEROS += [(kind, INT4_FLOAT) for kind in ("Q4_0", "Q4_1", "Q4_K")]
+FLOAT_ZEROS += [(kind, INT8_FLOAT_FINE) for kind in ("Q6_K", "Q4_K", "Q5_0")]
 
 
 @pytest.mark.parametrize(("kind", "scheme"), FLOAT_ZEROS)
@@ -65,13 +71,15 @@ def test_minima_are_zero_points_but_for_the_rounding_of_fp32(kind, scheme):
     weight = unpacked(kind, data, scheme)
     assert weight.zero_point is not None
     assert (weight.scale > 0).all()
-    assert scheme == INT8_FLOAT or (weight.q >= -8).all() & (weight.q <= 7).all()
-    found = dequantize(weight.q, weight.scale, weight.zero_point, (1, 32))
+    assert scheme != INT4_FLOAT or (weight.q >= -8).all() & (weight.q <= 7).all()
+    assert scheme.weights is not None
+    size = scheme.weights.group_size
+    found = dequantize(weight.q, weight.scale, weight.zero_point, scheme.weights.block)
     wanted = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
     rounding = 2.0**-22 * weight.scale * (16 + weight.zero_point.abs())
-    first = 0 if kind in MINIMA else 1  # of other zeros any scale is stored
-    error = (found - wanted).abs() / rounding.repeat_interleave(32, dim=1)
-    assert error.flatten()[32 * first :].max() <= 1
+    first = 0 if kind in MINIMA else 256 if kind == "Q6_K" else 32  # other zeros have any scale
+    error = (found - wanted).abs() / rounding.repeat_interleave(size, dim=1)
+    assert error.flatten()[first:].max() <= 1
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -114,6 +122,8 @@ def test_layers_that_run_as_one_are_stored_alike():
     assert has_negative_scales("Q4_0", written("Q4_0"))
     assert not has_negative_scales("Q8_0", written("Q8_0"))
     assert scheme_of(["Q4_0", "Q8_0", "Q5_0"]) == INT8
-    assert scheme_of(["Q4_0", "Q6_K"]) is None
+    assert scheme_of(["Q4_0", "Q6_K"]) == INT8_FINE
+    assert scheme_of(["Q4_K", "Q6_K"]) == INT8_FLOAT_FINE
+    assert scheme_of(["Q4_0", "Q3_K"]) is None
     assert scheme_of(["Q4_1", "Q4_K", "Q4_0"]) == INT4_FLOAT
     assert scheme_of(["Q4_K", "Q5_0", "Q8_0"]) == INT8_FLOAT

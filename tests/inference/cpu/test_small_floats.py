@@ -25,4 +25,6 @@ def test_products_are_those_of_the_weights(preset, rows):
     )
     weight = dequantize(stored.q, stored.scale, block=scheme.weights.block)
     wanted = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(layer(x).double(), wanted, atol=1e-4, rtol=1e-4)
+    short = scheme.weights.dtype == "fp4_e2m1"  # integers in groups, whose inputs are int16
+    atol, rtol = (5e-3, 0) if short else (1e-4, 1e-4)
+    torch.testing.assert_close(layer(x).double(), wanted, atol=atol, rtol=rtol)

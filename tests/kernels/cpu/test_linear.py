@@ -112,7 +112,9 @@ def test_int4_weights_stand_for_their_values(group, symmetric, integer_inputs):
     got = linear(xq, weight, x_scale) if integer_inputs else linear(x, weight)
     values = dequantize(q, scale, zero, block)
     want = in_fp64(seen, values, torch.ones(40))
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    rounded = not integer_inputs and group is not None  # to int16, up to 1.3e-4 from these x
+    atol, rtol = (5e-3, 0) if rounded else (2e-5, 2e-5)
+    torch.testing.assert_close(got, want, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("group", [None, 128])

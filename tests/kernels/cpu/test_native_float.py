@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from kernels.cpu import native
-from kernels.cpu.structures import FLOATS, LinearArgs
+from kernels.cpu.structures import FLOATS, NO_ZERO, SCALE_F16, LinearArgs
 from kernels.cpu.weights import pack_quantized_weight
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 SIZES = [(1, 1), (3, 7), (33, 61), (61, 33), (96, 288), (130, 577), (33, 1025), (16, 4544)]  # N, K
 SEGMENT = 256  # at most as many inputs are summed before they are added to the total
+WIDE = 256  # inputs of longer groups stay floats
 
 
 class Kind(NamedTuple):
@@ -90,14 +91,22 @@ def weight(kind: Kind, outputs: int, inputs: int, with_bias: bool = True) -> Wei
     return Weight(packed, values, None if bias is None else bias.double())
 
 
-def most_error(x: torch.Tensor, w: Weight, group: int | None) -> torch.Tensor:
-    """Bound of |error|: each sum of n rounds n times (2 n without fused operations)."""
+def most_error(x: torch.Tensor, w: Weight, kind: Kind) -> torch.Tensor:
+    """Bound of |error|: each sum of n rounds n times (2 n without fused operations).
+
+    Inputs of short groups of integers may become int16: multiples of a power of two that is no more
+    than their absmax / 16128.
+    """
     inputs = x.shape[1]
-    group = inputs if group is None else min(group, inputs)
+    group = inputs if kind.group is None else min(kind.group, inputs)
     segments = -(-inputs // group) * -(-group // (SEGMENT // 2))
     roundings = 2 * (min(SEGMENT, group) + segments + 3)
     bias = 0 if w.bias is None else w.bias.abs()
-    return roundings * 2.0**-24 * (x.double().abs() @ w.values.abs().T + bias)
+    rounded = roundings * 2.0**-24 * (x.double().abs() @ w.values.abs().T + bias)
+    if not kind.fmt.startswith("int") or group > WIDE:
+        return rounded
+    steps = [part.amax(1, keepdim=True).expand_as(part) / 16128 for part in x.abs().split(group, 1)]
+    return rounded + torch.cat(steps, 1).double() / 2 @ w.values.abs().T
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +118,65 @@ def test_sums_are_as_exact_as_rounding_allows(isa, kind):
             x = torch.randn(rows, inputs)
             want = torch.nn.functional.linear(x.double(), w.values, w.bias)
             error = (native.linear(x, w.packed) - want).abs()
-            assert (error <= most_error(x, w, kind.group)).all(), (outputs, inputs, rows)
+            assert (error <= most_error(x, w, kind)).all(), (outputs, inputs, rows)
+
+
+INTEGERS = [kind for kind in KINDS if kind.fmt.startswith("int")]
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+@pytest.mark.parametrize("rows", [1, 2, 5, 26])
+def test_inputs_far_larger_than_others_spoil_their_own_group_alone(isa, kind, rows):
+    torch.manual_seed(0)
+    w, x = weight(kind, 70, 577), torch.randn(rows, 577)
+    x[:, 40], x[:, 300] = 3e4, -1e-6
+    want = torch.nn.functional.linear(x.double(), w.values, w.bias)
+    assert ((native.linear(x, w.packed) - want).abs() <= most_error(x, w, kind)).all()
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_the_largest_sums_of_a_group_do_not_overflow(isa, fmt, rows):
+    low, high = (-128, 127) if fmt == "int8" else (-8, 7)
+    q = torch.tensor([low, high], dtype=torch.int8)[:, None].repeat(20, WIDE)
+    x = torch.full((rows, WIDE), 1.984) * torch.tensor([1, -1])[torch.arange(rows) % 2, None]
+    want = (x[:, :1] * torch.tensor([low, high]) * WIDE).repeat(1, 20)
+    got = native.linear(x, native.pack(q, fmt, torch.ones(40, 1)))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("rows", [2, 15])
+def test_what_is_not_finite_does_not_stay_unseen(isa, fmt, bad, rows):
+    torch.manual_seed(0)
+    packed, x = weight(Kind(fmt, 32), 40, 100).packed, torch.randn(rows, 100)
+    x[1, 70] = bad
+    finite = native.linear(x, packed).isfinite()
+    assert not finite[1].any()
+    assert finite[0].all()
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+def test_scales_that_fp16_holds_are_packed_in_two_bytes(isa, fmt):
+    q = codes_of(fmt, 70, 96)
+    scale = (torch.arange(70 * 3) * 13 + 1).to(torch.int16).view(torch.float16).float().view(70, 3)
+    packed = native.pack(q, fmt, scale, group=32)  # half of them are subnormal numbers
+    assert native.header(packed).scale_type == SCALE_F16
+    want = q.float() * scale.repeat_interleave(32, 1)
+    assert torch.equal(native.rows(packed, torch.arange(70)), want)
+    assert torch.equal(native.linear(torch.eye(96), packed), want.T)
+
+
+def test_zero_points_of_negative_scales_are_not_packed(isa):
+    torch.manual_seed(0)
+    q, scale = codes_of("int4", 70, 90), torch.rand(70, 3) + 0.5
+    zero = torch.randint(-1, 1, (70, 3), dtype=torch.int8)
+    packed = native.pack(q, "int4", scale, zero, group=32)
+    assert native.header(packed).zero_type == NO_ZERO
+    of = torch.arange(90) // 32
+    want = (q - zero[:, of]).float() * scale[:, of]
+    assert torch.equal(native.linear(torch.eye(90), packed), want.T)
 
 
 @pytest.mark.parametrize("rows", [1, 7])
@@ -118,7 +185,7 @@ def test_long_sums_of_one_sign_do_not_drift(isa, rows):
     ones = torch.ones(2, inputs)
     w, x = Weight(native.pack(ones, "f32"), ones.double(), None), torch.full((rows, inputs), 0.1)
     error = (native.linear(x, w.packed) - x.double() @ w.values.T).abs()
-    assert (error <= most_error(x, w, None)).all()
+    assert (error <= most_error(x, w, Kind("f32"))).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

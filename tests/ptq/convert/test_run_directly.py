@@ -128,7 +128,7 @@ def test_act_order_runs(name, converted, tmp_path):
     source = turn_inputs(converted(name, "gptq"), tmp_path / "source")
     convert(source, tmp_path / "float", "float", dtype="float32")
     wanted = logits(tmp_path / "float")
-    assert distance(logits(source), wanted) < 1e-5
+    assert distance(logits(source), wanted) < 2e-4
     assert distance(logits(converted(name, "gptq")), wanted) > 0.1  # another model
     assert main(["inspect", str(source)]) == 0
     with pytest.raises(CheckpointError, match=f"g_idx is not sorted .* {source} FLOAT --to float"):
@@ -160,7 +160,7 @@ def test_experts_have_an_order_each(make_model, make_quantized, tmp_path):
     convert(make_quantized(model, "w4"), tmp_path / "gptq", "gptq")
     source = turn_inputs(tmp_path / "gptq", tmp_path / "source")
     convert(source, tmp_path / "float", "float", dtype="float32")
-    assert distance(logits(source), logits(tmp_path / "float")) < 1e-5
+    assert distance(logits(source), logits(tmp_path / "float")) < 2e-4
 
 
 def test_layers_that_a_family_stores_as_one_are_taken_apart(make_model, tmp_path):
