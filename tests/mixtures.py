@@ -36,7 +36,7 @@ def check_quantized_experts(folder: Path, out: Path, preset: str) -> Checkpoint:
     ours = engine.score(ids.tolist())
     assert distance(ours, transformers_logits(folder, ids)) < bound
     exact = plan.recipe.scheme.activations is None
-    assert distance(ours, transformers_logits(out / "float", ids)) < (1e-4 if exact else bound)
+    assert distance(ours, transformers_logits(out / "float", ids)) < (2e-4 if exact else bound)
     return Checkpoint.open(path, verify=True)
 
 

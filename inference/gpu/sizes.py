@@ -73,7 +73,7 @@ def decodes_of(sequences: int) -> Size:
 
 def drafts_of(sequences: int, drafts: int) -> Size:
     """The size of a step of so many sequences that keep states, with so many drafts at the most."""
-    pieces = _steps(1 + drafts), _power(sequences)
+    pieces = _halfway(1 + drafts, beyond=2), _power(sequences)
     return replace(decodes_of(pieces[0] * pieces[1]), pieces=pieces)
 
 
@@ -135,15 +135,10 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _halfway(count: int) -> int:
-    """The next power of two; above 32, or what is halfway to it."""
-    return _steps(count) if count > 32 else _power(count)
-
-
-def _steps(count: int) -> int:
-    """The next power of two, or what is halfway to it."""
+def _halfway(count: int, beyond: int = 32) -> int:
+    """The next power of two; beyond a number, or what is halfway to it."""
     power = _power(count)
-    return power * 3 // 4 if power > 2 and count <= power * 3 // 4 else power
+    return power * 3 // 4 if power > beyond and count <= power * 3 // 4 else power
 
 
 def _rounded(tokens: int) -> int:

@@ -82,7 +82,7 @@ def test_a_published_folder_runs_as_it_is_stored(published):
     assert checkpoint.weight_shape("model.layers.0.mlp.experts.2.up_proj") == (128, 128)
     engine = check_engine(exact, ids)
     ours = Engine.from_pretrained(folder).score(ids.tolist())
-    assert distance(ours, engine.score(ids.tolist())) < 1e-5
+    assert distance(ours, engine.score(ids.tolist())) < 1e-4
     assert distance(ours, transformers_logits(exact, ids)) < 1e-4
 
 

@@ -209,7 +209,7 @@ def test_a_model_that_32_does_not_divide_runs_as_its_dequantized_weights_do(
         ids = torch.arange(start, start + 8)
         ours, theirs = engine.score(ids), logits(exact, ids)
         differences.append((ours - theirs).norm() / theirs.norm())
-    assert torch.stack(differences).median() < 1e-5
+    assert torch.stack(differences).median() < 2e-4
     if recipe.startswith("w4"):
         pytest.importorskip("compressed_tensors")
         opened = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32)

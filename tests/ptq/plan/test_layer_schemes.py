@@ -107,7 +107,8 @@ def test_each_layer_is_stored_and_run_by_its_own_scheme(kind, made, tiny_llama):
         ids = torch.arange(start, start + 8)
         ours, exact = engine.score(ids), logits(model, ids)
         differences.append((ours - exact).norm() / exact.norm())
-    assert torch.stack(differences).median() < 1e-4  # an input on a rounding edge may go either way
+    # An input on a rounding edge may go either way; of int4 groups, inputs are rounded to 16 bits.
+    assert torch.stack(differences).median() < (3e-3 if "int4" in kind else 1e-4)
 
 
 @pytest.mark.parametrize("kind", MIXED)
