@@ -202,9 +202,8 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
         raise EngineError(
             f"speculate: {checkpoint.path} has no layer that predicts further tokens ({joined}). "
             "Models of DeepSeek-V3's, GLM-4.5's, MiMo's and Qwen3-Next's build are published "
-            "with one; of a "
-            "quantized checkpoint that lost it, give mtp=PATH with the folder of the original, or "
-            "take ngram, suffix, draft=PATH or eagle=PATH"
+            "with one; of a quantized checkpoint that lost it, give mtp=PATH with the folder of "
+            "the original, or take ngram, suffix, draft=PATH or eagle=PATH"
         )
     unused = [other for other in checkpoint.predicting_layers if other != layer]
     if unused:

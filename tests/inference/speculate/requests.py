@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from inference.engine import Engine
 from inference.requests.constraint import Constraint
 from inference.requests.request import RequestOutput, SamplingParams
 from inference.scheduling.batch import Ints, RunningBatch
+from inference.speculate.counts import DraftCounts
 
 TEXTS = (
     "def add(a, b):\n",
@@ -156,3 +158,20 @@ def all_tokens(engine: Engine, requests: Sequence[tuple[str, SamplingParams, int
             if output.param is not None:
                 raise RequestError(str(output.error), output.param)
     return [done[name] for name in names]
+
+
+def accepted(engine_of: Callable[..., Engine], folder: Path) -> float:
+    """Tokens a step with drafts; tokens are those without.
+
+    Args:
+        engine_of: Makes an engine of a folder that drafts, or with None for a method does not.
+        folder: The model's.
+    """
+    prompts = [[5 + i] * 15 + [9 + 3 * i] * i + [40 + i] for i in range(4)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    runner = engine_of(folder)
+    found = [output.token_ids for output in runner.generate(prompts, params)]
+    wanted = [output.token_ids for output in engine_of(folder, None).generate(prompts, params)]
+    assert found == wanted
+    assert len({token for ids in found for token in ids}) > 20
+    return DraftCounts.of(runner.speculation).tokens_per_step

@@ -18,7 +18,6 @@ from formats.families.registry import BY_TYPE
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-from inference.speculate.counts import DraftCounts
 from ptq.convert.convert import convert
 from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
@@ -31,6 +30,7 @@ from tests.experts import rewrite
 from tests.families import distance, transformers_logits
 from tests.formats.checkpoint.test_served_cache import served
 from tests.inference.speculate.methods.test_mtp import KINDS
+from tests.inference.speculate.requests import accepted
 from tests.ptq.quantizing import SMOOTH, make_plan, random_tokens
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -114,18 +114,8 @@ def quantized(model: Path, out: Path, preset: str, methods: tuple = (RTNSpec(),)
     return quantize_tokens(plan, random_tokens(), progress=False).checkpoint
 
 
-def accepted(folder: Path) -> float:
-    """Tokens a step with drafts; tokens are those without."""
-    runner = engine(folder)
-    found = [output.token_ids for output in runner.generate(PROMPTS, LONG)]
-    wanted = [output.token_ids for output in engine(folder, None).generate(PROMPTS, LONG)]
-    assert found == wanted
-    assert len({token for ids in found for token in ids}) > 20
-    return DraftCounts.of(runner.speculation).tokens_per_step
-
-
 def test_the_layer_is_kept_and_drafts_as_well(original, kind, tmp_path):
-    wanted, before = layer_tensors(original, kind), accepted(original)
+    wanted, before = layer_tensors(original, kind), accepted(engine, original)
     assert before > 3.3  # of 4
     config = json.loads((original / "config.json").read_text())
     smooth = SMOOTH if kind == "mimo" else (RTNSpec(),)  # a search over experts takes long
@@ -136,7 +126,7 @@ def test_the_layer_is_kept_and_drafts_as_well(original, kind, tmp_path):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         written = json.loads((path / "config.json").read_text())
         assert {key: written[key] for key in config} == config
-        assert accepted(path) >= 0.98 * before
+        assert accepted(engine, path) >= 0.98 * before
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +168,7 @@ def test_other_software_may_say_nothing_of_the_layer_or_have_dropped_it(w4, kind
 def test_a_layer_that_other_software_quantized_drafts(original, make_quantized):
     folder = make_quantized(original, "w4")
     assert any("q_b_proj" in n or "q_proj" in n for n in Checkpoint.open(folder).quantized_modules)
-    assert accepted(folder) > 1.5
+    assert accepted(engine, folder) > 1.5
 
 
 @TWO
@@ -265,4 +255,4 @@ def test_rotation_leaves_it_out_or_as_it_was(make_model, tmp_path, residual):
             engine(path)
         return
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert accepted(path) > 3.5
+    assert accepted(engine, path) > 3.5

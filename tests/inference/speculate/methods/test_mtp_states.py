@@ -17,13 +17,12 @@ from formats.errors import CheckpointError, EngineError
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-from inference.speculate.counts import DraftCounts
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.report.measured.drafts import measure_drafts
 from tests.inference.speculate.methods.test_eagle import spied
 from tests.inference.speculate.methods.test_mtp import _published
-from tests.inference.speculate.requests import request_count, run_all, some_requests
+from tests.inference.speculate.requests import accepted, request_count, run_all, some_requests
 from tests.inference.transformers_code.test_states import write_small
 from tests.ptq.quantizing import make_plan, random_tokens
 
@@ -194,22 +193,10 @@ def test_the_embedding_and_the_head_are_those_of_the_model(folder):
         assert getattr(layer, get)() is getattr(runner.model.module, get)()
 
 
-def accepted(folder: Path) -> float:
-    """Tokens a step with drafts; tokens are those without."""
-    prompts = [[5 + i] * 15 + [9 + 3 * i] * i + [40 + i] for i in range(4)]
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    runner = engine(folder)
-    found = [output.token_ids for output in runner.generate(prompts, params)]
-    wanted = [output.token_ids for output in engine(folder, None).generate(prompts, params)]
-    assert found == wanted
-    assert len({token for ids in found for token in ids}) > 20
-    return DraftCounts.of(runner.speculation).tokens_per_step
-
-
 def test_a_quantized_model_keeps_the_layer_and_drafts_as_well(plain, tmp_path):
     model = write_knowing(plain, tmp_path / "model")
     wanted = {n: t for n, t in load_file(model / "model.safetensors").items() if "mtp." in n}
-    before = accepted(model)
+    before = accepted(engine, model)
     assert before > 3.3  # of 4
     for preset in ("w4", "a8w8c8"):
         ignore = ("lm_head", "re:.*out_proj")  # of 64 inputs here, and groups have 128
@@ -220,7 +207,7 @@ def test_a_quantized_model_keeps_the_layer_and_drafts_as_well(plain, tmp_path):
         config = json.loads((path / "config.json").read_text())
         assert r"re:mtp\." in config["quantization_config"]["ignore"]
         assert Checkpoint.open(path).predicting_layers == ("mtp",)
-        assert accepted(path) >= 0.98 * before
+        assert accepted(engine, path) >= 0.98 * before
     engines = (engine(folder, None) for folder in (model, path))
     told = measure_drafts(*engines, random_tokens().sequences()[:2])
     assert told is not None
