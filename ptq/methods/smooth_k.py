@@ -22,12 +22,25 @@ their own, take any factor. So do norms that multiply by 1 + w: what is stored o
 is rounded whatever the factor. alpha is fixed, or searched by the squared error of the hidden
 states after attention with K passed through the quantized cache and all else in float; where no
 strength beats leaving K alone, it is left alone.
+
+Where the cache turns K by a Hadamard matrix (`rotate_keys`), no channel stands out any more, and
+rounding brings noise of one power to all of them: that of a token is proportional to
+sum_j (K_j / lambda_j)^2, and a query reads sum_j (Q_j lambda_j)^2 of it. By Cauchy and Schwarz
+their product is least where lambda_j^2 is proportional to the root mean square of K_j over that of
+Q_j. The factors are then
+
+    lambda_j = (rms(K_j, K_{j + D/2}) / rms(Q_j, Q_{j + D/2}))^(alpha / 2)
+
+of K less its mean where the cache centres it, Q of all heads that read the KV head. What alpha
+trades there is trust in these few samples; largest magnitudes alone would even out what turning
+evens out for nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -66,7 +79,8 @@ class SmoothKSpec(MethodSpec):
           search_samples: 4       # calibration sequences that a search measures its error on
 
     It needs a scheme that quantizes the cache, and works alone where nothing else is quantized. A
-    model whose family nothing declares, and latent attention, are left as they are.
+    model whose family nothing declares, and latent attention, are left as they are; so are keys
+    that the cache turns where there are no samples to see queries with.
     """
 
     stage: ClassVar = Stage.SMOOTH_CACHE
@@ -162,25 +176,27 @@ class SmoothK(Method):
             return
         k, q = _stages(work)
         absmax = work.observed(work.block.attended, "k_cache").channel_absmax  # [kv heads, D]
-        if len(work.module(k).get_parameter("weight")) == work.head_dim:  # all heads have one norm
-            basis = absmax.amax(dim=0, keepdim=True).expand_as(absmax)
-        else:
-            basis = absmax
         alphas = self.spec.alphas if self.spec.alpha == "search" else (self.spec.alpha,)
         exact = any(not _takes_any_factor(work, name) for name in (k, q))
+        runs = replay.Replay(work.block, (), work.feed_forward_norm)
+        reference, power = [], _Power(work, q, absmax)
+        with power.watching():
+            for sample in work.samples(self.spec.search_samples):
+                reference.append(runs.run(sample, power.observe))
+        spec = work.scheme.kv_cache
+        basis = power.basis() if spec is not None and spec.rotate_keys else absmax
+        if len(work.module(k).get_parameter("weight")) == work.head_dim:  # all heads have one norm
+            basis = basis.amax(dim=0, keepdim=True).expand_as(basis)
         factors: dict[float | None, Tensor] = {None: torch.ones_like(absmax).double()}
         factors |= {alpha: key_factors(basis, alpha, work.pairs, exact=exact) for alpha in alphas}
-        runs = replay.Replay(work.block, (), work.feed_forward_norm)
-        samples = work.samples(self.spec.search_samples)
-        reference = [runs.run(sample, lambda k, v: (k, v)) for sample in samples]
-        power = math.fsum(work.loss(y, torch.zeros_like(y)) for y in reference)
+        size = math.fsum(work.loss(y, torch.zeros_like(y)) for y in reference)
         errors: dict[float | None, float] = {}
         if reference:
             errors = {a: _error(work, runs, absmax, f, reference) for a, f in factors.items()}
             choice = best_of(errors, factors)
         else:
             choice = Choice((alphas[0],), factors[alphas[0]], error=None)
-        work.tell(smoothing_row(self.spec.name, (k, (q,)), choice, errors, power))
+        work.tell(smoothing_row(self.spec.name, (k, (q,)), choice, errors, size))
         self.factors = None if choice.alphas == (None,) else choice.scale
 
     def found(self) -> dict[str, Tensor]:
@@ -199,6 +215,59 @@ class SmoothK(Method):
             _multiply(work, q, self.factors)
             work.divide(work.block.attended, "k_cache", self.factors)
         self.factors = None
+
+
+class _Power:
+    """Sums of squares of K and Q over samples, for keys that the cache turns.
+
+    Args:
+        work: The block at work.
+        q: Name of the last module that Q passes before rotary embedding.
+        absmax: Largest magnitudes of K [kv heads, D].
+    """
+
+    def __init__(self, work: BlockWork, q: str, absmax: Tensor) -> None:
+        self.work, self.q = work, work.module(q)
+        self.keys = torch.zeros_like(absmax).double()
+        self.queries = torch.zeros(len(self.q.get_parameter("weight")), dtype=torch.float64)
+        self.centre = _centre(work)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Add up queries of what runs meanwhile."""
+
+        def add(_: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> None:
+            self.queries += out.reshape(-1, len(self.queries)).double().square().sum(dim=0).cpu()
+
+        handle = self.q.register_forward_hook(add)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def observe(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add up keys [tokens, kv heads, D], those of sink tokens left out; a `Cache`."""
+        ordinary = (k - self.centre)[self.work.block.sinks :]
+        self.keys += ordinary.double().square().sum(dim=0).cpu()
+        return k, v
+
+    def basis(self) -> Tensor:
+        """What a strength of 1 takes for factors [kv heads, D]; 0 where K or Q are.
+
+        Of a pair of channels that turn together both have one number.
+        """
+        heads, dim = self.keys.shape
+        queries = self.queries.view(-1, dim)
+        if len(queries) < heads:  # one norm for all heads
+            queries = queries.expand(heads, dim)
+        queries = queries.reshape(heads, -1, dim).sum(dim=1)
+        pair = torch.tensor(self.work.pairs).expand(heads, dim)
+        sums = [
+            torch.zeros(heads, dim, dtype=torch.float64).scatter_add_(1, pair, x).gather(1, pair)
+            for x in (self.keys, queries)
+        ]
+        ratio = sums[0] / sums[1]
+        return torch.where((sums[0] > 0) & (sums[1] > 0), ratio, torch.zeros_like(ratio)) ** 0.25
 
 
 def _has_keys(work: BlockWork) -> bool:
@@ -253,9 +322,19 @@ def _error(
     spec = work.scheme.kv_cache
     assert spec is not None
     seen, divisor = absmax.double() / factors, factors.float().to(work.block.device)
+    centre = _centre(work)
 
     def cached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        held = cache.through_cache(k / divisor, seen, spec, "k_cache", work.block.sinks)
-        return held * divisor, v
+        moved = (k - centre) / divisor
+        held = cache.through_cache(moved, seen, spec, "k_cache", work.block.sinks)
+        return held * divisor + centre, v
 
     return math.fsum(work.loss(runs.run(sample, cached), y) for sample, y in enumerate(reference))
+
+
+def _centre(work: BlockWork) -> Tensor:
+    """What the cache subtracts from K, fp32 [kv heads, D]; a zero [1] where it does not."""
+    spec = work.scheme.kv_cache
+    centred = spec is not None and spec.center_keys
+    mean = work.key_mean().float() if centred else torch.zeros(1)
+    return mean.to(work.block.device)

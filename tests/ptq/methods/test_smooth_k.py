@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from calibrate.attention import ATTENTION
 from formats.checkpoint.read import Checkpoint
 from formats.scheme import PRESETS, KVCacheSpec, Scheme
 from inference.engine import Engine
@@ -126,6 +128,80 @@ def test_static_scales_are_those_of_the_smoothed_keys(tiny_llama, tmp_path):
     other = quantize_tokens(plain, random_tokens(), progress=False)
     assert k.max() < Checkpoint.open(other.checkpoint).kv_scales[name][0].max() / 3
     assert divergence(result.checkpoint, model) < divergence(other.checkpoint, model)
+
+
+def attention_reads(work, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K [tokens, kv heads, D] and Q [tokens, heads, D] after rotary embedding, by transformers."""
+    found: list[torch.Tensor] = []
+
+    def attend(module, query, key, value, *args, **kwargs):
+        found.extend(x[0].transpose(0, 1) for x in (key, query))
+        return ours(module, query, key, value, *args, **kwargs)
+
+    ours = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+    try:
+        work.block.run(sample)
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, ours)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turned_keys_get_factors_by_power(make_model, tmp_path, family):
+    """(rms K / rms Q)^(1/2) of each pair, K less its mean, of what attention reads."""
+    model = edit_model(make_model(family, **FAMILIES[family]), tmp_path / "model", plant)
+    work = observed_work(
+        make_plan(model, tmp_path / "out", PRESETS["c4"], methods=(SmoothKSpec(),))
+    )
+    read = [attention_reads(work, sample) for sample in work.samples(4)]
+    k, q = (torch.cat(x).double() for x in zip(*read, strict=True))
+    heads, half = k.shape[1], k.shape[2] // 2
+    power = (k - work.key_mean()).square().sum(dim=0)
+    asked = q.unflatten(1, (heads, -1)).square().sum(dim=(0, 2))
+    if family == "qwen3":  # all heads have one norm
+        asked = asked.sum(dim=0, keepdim=True)
+    ratio = (power[:, :half] + power[:, half:]) / (asked[:, :half] + asked[:, half:])
+    basis = torch.cat((ratio, ratio), dim=1) ** 0.25
+    basis = basis.amax(dim=0, keepdim=True).expand_as(basis) if family == "qwen3" else basis
+    method = SmoothK(SmoothKSpec(alphas=(1.0,)))
+    method.solve(work)
+    wanted = key_factors(basis, 1.0, work.pairs, exact=True)
+    assert method.factors is not None  # the cache loses less with them
+    assert torch.equal(method.factors, wanted)
+    assert wanted.max() / wanted.min() >= 4
+
+
+def test_an_int4_cache_loses_less(tiny_llama, tmp_path):
+    model, found = edit_model(tiny_llama, tmp_path / "model", plant), {}
+    for name, methods in {"plain": (), "smooth": (SmoothKSpec(),)}.items():
+        plan = make_plan(model, tmp_path / name, PRESETS["c4"], methods=methods)
+        result = quantize_tokens(plan, random_tokens(), progress=False)
+        found[name] = divergence(result.checkpoint, model)
+    assert found["smooth"] < 0.7 * found["plain"]
+    assert {row.alpha for row in result.smoothing} != {None}
+
+
+def test_a_mean_that_the_cache_subtracts_decides_nothing(make_model, tmp_path):
+    """A large bias of k in channels that do not turn away is no reason to smooth."""
+
+    def biased(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("k_proj.bias"):
+                tensor[-1] += 40  # of the last pair, which turns slowest
+
+    choices = []
+    for name, change in {"plain": lambda _: None, "biased": biased}.items():
+        model = edit_model(make_model("qwen2"), tmp_path / name, change)
+        plan = make_plan(model, tmp_path / f"{name}-out", PRESETS["c4"], methods=(SmoothKSpec(),))
+        work = observed_work(plan)
+        method = SmoothK(SmoothKSpec(alphas=(1.0,)))
+        method.solve(work)
+        choices.append(work.smoothing[0])
+    plain, moved = choices
+    assert {c.alpha for c in moved.candidates} == {None, 1.0}
+    for a, b in zip(plain.candidates, moved.candidates, strict=True):
+        assert b.error < 4 * a.error
 
 
 def test_what_does_not_help_is_left_alone(tiny_llama, tmp_path):
