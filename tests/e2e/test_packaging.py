@@ -70,9 +70,9 @@ def __getattr__(name):
 @pytest.mark.parametrize(
     ("layout", "foreign"),
     [
-        ("checkout", "absent"),
-        ("checkout", "0.1.0"),
-        ("editable", "accepted"),
+        pytest.param("checkout", "absent", marks=pytest.mark.ci),
+        pytest.param("checkout", "0.1.0", marks=pytest.mark.ci),
+        pytest.param("editable", "accepted", marks=pytest.mark.ci),
         ("wheel", "accepted"),
     ],
 )

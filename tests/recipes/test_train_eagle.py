@@ -55,6 +55,7 @@ def test_loss_is_over_what_can_be_drafted(make_model):
     assert right.item() == pytest.approx(1 / 3)
 
 
+@pytest.mark.ci  # trains a head
 def test_a_trained_head_drafts(tmp_path):
     """The script makes a head of the shipped one's shape, whose drafts are accepted."""
     head, text = tmp_path / "head", Path(json.__file__).parent
@@ -92,6 +93,7 @@ def test_a_head_is_trained_on_what_the_model_writes():
     assert written[0, 8:].tolist() == list(greedy[0].token_ids)
 
 
+@pytest.mark.ci  # trains a head
 def test_it_learns(make_model):
     """More of its drafts are right after training than before."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()

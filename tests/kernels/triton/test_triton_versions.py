@@ -39,6 +39,7 @@ def installed(version: str) -> Path:
     return folder
 
 
+@pytest.mark.ci  # fetches them
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_kernels_compile_under_the_oldest_and_the_newest(version):
     """Those marked: every Gluon kernel, and one of each family of plain ones."""
