@@ -70,7 +70,7 @@ class Loop(Protocol):
         """What holds the adapters that requests run with; always the same.
 
         Raises:
-            EngineError: none are run with this model, or by several ranks.
+            EngineError: none are run with this model.
         """
         ...
 

@@ -41,9 +41,9 @@ class LowRank:
         return RANKS * len(self.a)
 
     def of_row(self, x: Tensor) -> Tensor:
-        """B (A x) of a row fp32 [K]: fp32 [n]."""
+        """B (A x) of a row fp32 [K], or longer: fp32 [n]."""
         a, b = (t.float().transpose(1, 2).flatten(2).flatten(0, 1) for t in (self.a, self.b))
-        return (a[:, : self.inputs] @ x) @ b[:, : self.outputs]
+        return (a[:, : self.inputs] @ x[: self.inputs]) @ b[:, : self.outputs]
 
 
 def _held(rows: Tensor, dtype: torch.dtype) -> Tensor:

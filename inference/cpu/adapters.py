@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from inference.cpu.batch import Batch
 from inference.cpu.layers import CpuExperts, Linear
 from inference.models.adapters import (
     ADAPTED,
@@ -41,8 +45,15 @@ class CpuAdapters:
         }
         self.table.put(slot, layers)
 
+    def with_slots(self, batch: Batch, slots: Tensor) -> Batch:
+        """A step whose tokens run with the adapters in `slots`, int64 [T]."""
+        return replace(batch, adapters=slots, loras=self.table)
+
     def _laid_out(self, block: int, layer: AdaptedLayer, part: AdapterPart) -> LowRank:
-        outputs = outputs_of(self._model.config, layer, 2 * len(part.b))
+        outputs = outputs_of(self._model.config, layer, len(part.b))
+        first = sum(outputs[: part.index])
+        return LowRank.of(part.a, part.b, first, self._dtype(block, layer))
+
+    def _dtype(self, block: int, layer: AdaptedLayer) -> torch.dtype:
         quantized = linear_of(self._model.layers[block], layer).quantized
-        dtype = torch.bfloat16 if quantized else torch.float32
-        return LowRank.of(part.a, part.b, sum(outputs[: part.index]), dtype)
+        return torch.bfloat16 if quantized else torch.float32

@@ -12,11 +12,13 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.memory import available_bytes, peak_rss_bytes
 from inference.config import EngineConfig
+from inference.cpu.adapters import CpuAdapters
 from inference.cpu.batch import Batch
 from inference.cpu.chain import HostChain
 from inference.cpu.decoder import CpuDecoder, CpuLayer, forward_by_ops, run_block
 from inference.cpu.layers import CpuExperts, Linear, pack_linear
 from inference.cpu.loop import CodeStep, HostLoop, forward_code, fuse
+from inference.models.adapters import check_adaptable
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, OneProcess
 from inference.models.model import Model
@@ -125,7 +127,8 @@ class CpuBackend(OneProcess):
         requests: ActiveRequests,
     ) -> HostLoop:
         """The steps of an engine."""
-        return HostLoop(self.forward(model, pools), scheduler, requests, model)
+        forward = self.forward(model, pools)
+        return HostLoop(forward, scheduler, requests, lambda: CpuAdapters(check_adaptable(model)))
 
     def ran_out(self, error: Exception) -> bool:
         """Whether that is said of memory that is too small."""

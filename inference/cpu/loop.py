@@ -18,7 +18,7 @@ from inference.cpu.adapters import CpuAdapters
 from inference.cpu.batch import Batch, StateBatch, plan_step
 from inference.cpu.decoder import CpuDecoder, CpuLayer
 from inference.cpu.layers import Linear
-from inference.models.adapters import check_adaptable
+from inference.models.adapters import AdapterStore
 from inference.models.feed_forward import GatedMLP
 from inference.requests.request import StepResult
 from inference.scheduling.acceptance import Acceptance
@@ -169,7 +169,7 @@ class HostLoop:
         forward: Runs the tokens of a step: logits fp32 [R, vocabulary] of the rows wanted.
         scheduler: Says what they are.
         requests: Those that live.
-        model: What runs, where one process runs it.
+        adapters: Makes what holds the adapters that requests run with.
     """
 
     def __init__(
@@ -177,20 +177,20 @@ class HostLoop:
         forward: Callable[[Batch], Tensor],
         scheduler: Scheduler,
         requests: ActiveRequests,
-        model: CpuDecoder | CodeModel | None = None,
+        adapters: Callable[[], CpuAdapters],
     ) -> None:
         self.forward, self._scheduler, self._requests = forward, scheduler, requests
-        self._acceptance, self._model = Acceptance(requests, scheduler), model
+        self._acceptance, self._make_adapters = Acceptance(requests, scheduler), adapters
         self._adapters: CpuAdapters | None = None
 
-    def adapters(self) -> CpuAdapters:
+    def adapters(self) -> AdapterStore:
         """What holds the adapters that requests run with.
 
         Raises:
-            EngineError: none are run with this model, or by several ranks.
+            EngineError: none are run with this model.
         """
         if self._adapters is None:
-            self._adapters = CpuAdapters(check_adaptable(self._model))
+            self._adapters = self._make_adapters()
         return self._adapters
 
     def step(self) -> StepResult:
@@ -230,8 +230,7 @@ class HostLoop:
         batch = plan_step(work)
         if self._adapters is None or not work.adapted:
             return batch
-        slots = torch.from_numpy(work.adapters.astype(np.int64))
-        return replace(batch, adapters=slots, loras=self._adapters.table)
+        return self._adapters.with_slots(batch, torch.from_numpy(work.adapters.astype(np.int64)))
 
     def warm_up(self) -> None:
         """Nothing is compiled when it is needed."""

@@ -20,8 +20,8 @@ import time
 import numpy as np
 from torch import Tensor
 
-from inference.gpu.adapters import GpuAdapters
 from inference.gpu.runner import GpuRunner, Launched, Prepared
+from inference.models.adapters import AdapterStore
 from inference.requests.request import StepResult
 from inference.scheduling.acceptance import Acceptance
 from inference.scheduling.active import ActiveRequests
@@ -135,7 +135,7 @@ class DeviceLoop:
         """Launch the graph of a step of so many decodes again and again, for measurements."""
         self.runner.replay(sequences, times)
 
-    def adapters(self) -> GpuAdapters:
+    def adapters(self) -> AdapterStore:
         """`GpuRunner.adapters`."""
         return self.runner.adapters()
 

@@ -40,6 +40,10 @@ class Partial:
             scaling = replace(scaling, x_scale=scaling.x_scale[rows])
         return Partial(self.x[rows], scaling, self.reducer)
 
+    def summed(self) -> Tensor:
+        """Its sum over ranks alone: [T, H] in the model's float type."""
+        return self.reducer.sum(self.x, self.scaling)
+
     def add_rms_norm(
         self,
         total: Tensor,
@@ -74,9 +78,11 @@ class StepRanks(Protocol):
 
     Attributes:
         first: Whether this is the one that plans, and that chooses tokens.
+        count: How many there are.
     """
 
     first: bool
+    count: int
 
     def tell(self, plan: StepPlan) -> None:
         """Have the others run a step that this one is about to run."""
@@ -88,4 +94,8 @@ class StepRanks(Protocol):
 
     def share(self, chosen: Tensor) -> Tensor:
         """The first rank's tokens: int64 of a shape that all know; called in every step."""
+        ...
+
+    def gather(self, part: Tensor) -> Tensor:
+        """All-gather: [ranks, ...] of tensors of one shape, in the order of ranks."""
         ...

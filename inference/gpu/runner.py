@@ -257,11 +257,11 @@ class GpuRunner:
         """What holds the adapters that requests run with.
 
         Raises:
-            EngineError: none are run with this model, or by several ranks.
+            EngineError: none are run with this model.
         """
         if self._adapters is None:
-            own = check_adaptable(self.model if self._ranks is None else None)
-            self._adapters = GpuAdapters(own, self._device)
+            own = check_adaptable(self.model)
+            self._adapters = GpuAdapters(own, self._device, self._ranks)
         return self._adapters
 
     def _forget_moved_tables(self) -> None:
@@ -364,7 +364,7 @@ class GpuRunner:
         sizes = padded_sizes(sequences, tokens, rows) if self._graphs else []
         if self._invariant:  # those with prompts are not padded
             sizes = [size for size in sizes if not size.prompts]
-        if self._adapters is not None:
+        if self._adapters is not None and self._adapters.version:  # on all ranks alike
             sizes += [replace(size, adapted=True) for size in sizes if not size.prompts]
         with memory_for("warming up", self._device, 0, OF_STEPS), launches_on(self._device):
             for size in sizes:

@@ -27,6 +27,7 @@ from inference.models.rotary import held_rows
 
 AdaptedLayer = Literal["qkv", "o", "gate_up", "down"]
 ADAPTED: tuple[AdaptedLayer, ...] = ("qkv", "o", "gate_up", "down")  # of each block, in this order
+ROW_PARALLEL: tuple[AdaptedLayer, ...] = ("o", "down")  # whose inputs several ranks have parts of
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,11 @@ class AdapterStore(Protocol):
 
 
 def check_adaptable(model: Any) -> Decoder[Any, Any]:
-    """The decoder of a model that adapters may run with; None stands for one of several ranks.
+    """The decoder of a model that adapters may run with.
 
     Raises:
-        EngineError: it is run by other code, has attention that they are not run with, or is cut.
+        EngineError: it is run by other code, or has attention that they are not run with.
     """
-    if model is None:
-        raise EngineError(
-            "adapters run in one process, and the model is cut among several; leave "
-            "tensor_parallel out, or merge the adapter: `ptq quantize MODEL --adapter FOLDER`"
-        )
     if not isinstance(model, Decoder):
         raise EngineError(
             "adapters run with models of declared families (`ptq families`), and this one runs by "
@@ -98,7 +94,7 @@ def lay_out(model: Decoder[Any, Any], blocks: Sequence[str], lora: Lora) -> Adap
     left, found = dict(lora.modules), dict[tuple[int, AdaptedLayer], Sequence[AdapterPart]]()
     for i, block in enumerate(blocks):
         dense = isinstance(model.layers[i].feed_forward, GatedMLP)
-        for layer, modules in _modules(model.config, block, dense=dense).items():
+        for layer, modules in modules_of(model.config, block, dense=dense).items():
             own = [(j, left.pop(name)) for j, name in enumerate(modules) if name in left]
             if own:
                 turned = layer == "qkv"
@@ -132,16 +128,23 @@ def outputs_of(config: ModelConfig, layer: AdaptedLayer, outputs: int) -> tuple[
     Args:
         config: The decoder's shape.
         layer: Which one.
-        outputs: All of them.
+        outputs: Of one of them; those of qkv are known.
     """
     if layer == "qkv":
         return tuple(heads * config.head_dim for heads in (config.heads, *[config.kv_heads] * 2))
-    return (outputs // 2, outputs // 2) if layer == "gate_up" else (outputs,)
+    return (outputs, outputs) if layer == "gate_up" else (outputs,)
 
 
-def _modules(
+def modules_of(
     config: ModelConfig, block: str, *, dense: bool
 ) -> dict[AdaptedLayer, tuple[str, ...]]:
+    """Full names of the layers of a block that run as one.
+
+    Args:
+        config: The decoder's shape.
+        block: Full name of the block.
+        dense: Whether its feed-forward layer is no mixture.
+    """
     names, mlp = config.family.attention, config.family.feed_forward
     assert not isinstance(names, LatentAttention)
     attention = f"{block}.{names.module}"

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from inference.backend import Backend
 from inference.cpu.batch import Batch
@@ -22,10 +23,16 @@ from inference.cpu.decoder import CpuDecoder, forward_by_ops
 from inference.cpu.layers import CpuExperts, Linear, pack_linear, static_integers
 from inference.cpu.loop import HostLoop
 from inference.models.read import StoredLinear
+from inference.parallel.adapters import (
+    CpuRankAdapters,
+    FirstAdapters,
+    RankBatch,
+    SharedAdapters,
+)
 from inference.parallel.group import GlooGroup, Group
 from inference.parallel.layers import RankFactory, RankLayer
 from inference.parallel.loader import DeviceSide, RankLoader
-from inference.parallel.messages import RankSpec, RunStep, Task, packed, unpacked
+from inference.parallel.messages import HoldAdapter, RankSpec, RunStep, Task, packed, unpacked
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard
 from kernels.attention_inputs import KVPool
@@ -62,9 +69,14 @@ class CpuSide(DeviceSide):
 
     def executor(self, loader: RankLoader, pools: Sequence[KVPool]) -> Callable[[Task], None]:
         """What runs the steps that the first rank plans."""
-        forward, progress = _forward(loader, pools), loader.host.progress
+        own = CpuRankAdapters(loader.model, loader.group)
+        forward, progress = _forward(loader, pools, own), loader.host.progress
+        adapters = SharedAdapters(loader, own)
 
         def run(task: Task) -> None:
+            if isinstance(task, HoldAdapter):
+                adapters.hold(task.slot, task.parts)
+                return
             assert isinstance(task, RunStep)
             batch = unpacked(task.block)
             progress.doing = f"{progress.doing}, of {len(batch.ids)} tokens"
@@ -76,19 +88,42 @@ class CpuSide(DeviceSide):
         self, loader: RankLoader, pools: Sequence[KVPool], ranks: Ranks, **rest: Any
     ) -> HostLoop:
         """The steps of an engine, on all ranks."""
-        forward = _forward(loader, pools)
+        own = CpuRankAdapters(loader.model, loader.group)
+        forward = _forward(loader, pools, own)
 
         def run(batch: Batch) -> Tensor:
             with ranks.together(f"running a step of {len(batch.ids)} tokens"):
                 ranks.send(RunStep(packed(batch)))
                 return forward(batch)
 
-        return HostLoop(run, rest["scheduler"], rest["requests"])
+        adapters = FirstAdapters(loader, own, ranks)
+        return RanksLoop(adapters, run, rest["scheduler"], rest["requests"], lambda: own)
 
 
-def _forward(loader: RankLoader, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor]:
-    """What runs the steps of a rank's part on its cache."""
-    return partial(forward_by_ops, cast(CpuDecoder, loader.model), pools)
+def _forward(
+    loader: RankLoader, pools: Sequence[KVPool], own: CpuRankAdapters
+) -> Callable[[Batch], Tensor]:
+    """What runs the steps of a rank's part on its cache, with its parts of adapters."""
+    forward = partial(forward_by_ops, cast(CpuDecoder, loader.model), pools)
+    return lambda batch: forward(batch if batch.adapters is None else RankBatch.of(batch, own))
+
+
+class RanksLoop(HostLoop):
+    """Steps of an engine on several ranks.
+
+    Args:
+        shared: The adapters of all.
+        rest: As of `HostLoop`.
+    """
+
+    def __init__(self, shared: FirstAdapters, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._shared = shared
+
+    @override
+    def adapters(self) -> FirstAdapters:
+        super().adapters()
+        return self._shared
 
 
 class CpuFactory(RankFactory):
@@ -168,6 +203,7 @@ class IntegerRuns:
 
     runs: Sequence[Weight]
     scale: Tensor
+    quantized = True
 
     def __call__(self, xq: Tensor) -> Tensor:
         """int8 [T, K] -> int32 [T, N]."""

@@ -34,10 +34,11 @@ from inference.gpu.ranks import Partial, StepRanks
 from inference.gpu.runner import GpuRunner
 from inference.gpu.steps import StepPlan
 from inference.models.read import StoredLinear
+from inference.parallel.adapters import FirstAdapters, SharedAdapters
 from inference.parallel.group import GlooGroup, Group, cut_parts, widened
 from inference.parallel.layers import Gathered, Head, RankFactory, RankLayer
 from inference.parallel.loader import DeviceSide, RankLoader
-from inference.parallel.messages import RankSpec, Replay, RunPlan, Task, WarmUp
+from inference.parallel.messages import HoldAdapter, RankSpec, Replay, RunPlan, Task, WarmUp
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard
 from inference.requests.request import StepResult
@@ -186,6 +187,10 @@ class GpuSide(DeviceSide):
         runner = runner_of(loader, pools, batch, ranks)
 
         def run(task: Task) -> None:
+            if isinstance(task, HoldAdapter):
+                own = SharedAdapters(loader, runner.adapters())
+                own.hold(task.slot, task.parts)
+                return
             if isinstance(task, WarmUp):
                 runner.warm_up(task.sequences, task.tokens, task.rows)
                 return
@@ -217,7 +222,8 @@ class GpuSide(DeviceSide):
         ranks.before_end(runner.release)
         ranks.on_failure(group.give_up)
         ahead = not rest["sizes"].eager
-        return RanksLoop(ranks, group, steps, runner, scheduler, rest["requests"], ahead=ahead)
+        about = (loader, ranks, group, steps)
+        return RanksLoop(*about, runner, scheduler, rest["requests"], ahead=ahead)
 
 
 def runner_of(
@@ -252,7 +258,7 @@ class PlannedSteps(StepRanks):
     """
 
     def __init__(self, group: NcclGroup, device: torch.device, ranks: Ranks | None = None) -> None:
-        self._group, self._device = group, device
+        self._group, self._device, self.count = group, device, group.ranks
         self._ranks, self.first, self.steps = ranks, ranks is not None, 0
 
     def tell(self, plan: StepPlan) -> None:
@@ -268,6 +274,11 @@ class PlannedSteps(StepRanks):
             torch.cuda.synchronize(self._device)
         self._group.check()
 
+    @override
+    def gather(self, part: Tensor) -> Tensor:
+        sizes = [part.numel()] * self.count
+        return self._group.side_by_side(part.view(1, -1), sizes).view(-1, *part.shape)
+
     def share(self, chosen: Tensor) -> Tensor:
         """The first rank's tokens."""
         return self._group.share(chosen)
@@ -277,6 +288,7 @@ class RanksLoop(DeviceLoop):
     """Steps of an engine on several GPUs: where one fails, all ranks end.
 
     Args:
+        loader: Of the first rank.
         ranks: The other ranks.
         group: All ranks' devices.
         planned: What `ranks` are given.
@@ -284,10 +296,21 @@ class RanksLoop(DeviceLoop):
     """
 
     def __init__(
-        self, ranks: Ranks, group: NcclGroup, planned: PlannedSteps, *rest: Any, **named: Any
+        self,
+        loader: RankLoader,
+        ranks: Ranks,
+        group: NcclGroup,
+        planned: PlannedSteps,
+        *rest: Any,
+        **named: Any,
     ) -> None:
         super().__init__(*rest, **named)
-        self._ranks, self._group, self._planned = ranks, group, planned
+        self._loader, self._ranks = loader, ranks
+        self._group, self._planned = group, planned
+
+    @override
+    def adapters(self) -> FirstAdapters:
+        return FirstAdapters(self._loader, self.runner.adapters(), self._ranks)
 
     @override
     def step(self) -> StepResult:

@@ -77,6 +77,11 @@ class RankLayer:
         return self.own.nbytes
 
     @property
+    def quantized(self) -> bool:
+        """Whether its weight is."""
+        return self.own.quantized
+
+    @property
     def gathers(self) -> bool:
         """Whether `gather` gives rows of the weight as stored in memory: of the head alone."""
         return False

@@ -8,9 +8,9 @@ A step is the one block of bytes that its arrays are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from inference.backend import Backend
 from inference.config import EngineConfig
 from inference.cpu.batch import Batch
 from inference.gpu.sizes import Size, WholeSize
+from inference.models.adapters import AdaptedLayer, AdapterPart, AdapterParts
 
 LOADING = "loading its part of the model"
 FIELDS = ("ids", "positions", "slots", "block_tables", "query_start", "context_len", "rows")
@@ -73,6 +74,37 @@ class ChangeBlocks:
 
 
 @dataclass(frozen=True)
+class HoldAdapter:
+    """Hold a part of an adapter in a slot; see `inference.parallel.adapters`.
+
+    Attributes:
+        slot: Its number.
+        arrays: The whole adapter by block and layer: index, A and B of each part.
+    """
+
+    slot: int
+    arrays: Mapping[tuple[int, AdaptedLayer], Sequence[tuple[int, Any, Any]]]
+
+    @classmethod
+    def of(cls, slot: int, parts: AdapterParts) -> Self:
+        """Of what the first rank has read; arrays, as tensors would be shared and not sent."""
+        arrays = {
+            key: [(part.index, part.a.numpy(), part.b.numpy()) for part in own]
+            for key, own in parts.items()
+        }
+        return cls(slot, arrays)
+
+    @property
+    def parts(self) -> AdapterParts:
+        """What the first rank has read."""
+        tensor = torch.from_numpy
+        return {
+            key: [AdapterPart(index, tensor(a), tensor(b)) for index, a, b in own]
+            for key, own in self.arrays.items()
+        }
+
+
+@dataclass(frozen=True)
 class RunStep:
     """Run the tokens of a step, as `packed` has put them."""
 
@@ -104,7 +136,7 @@ class Replay:
     times: int
 
 
-Task = MakeCache | TellFree | ChangeBlocks | RunStep | RunPlan | WarmUp | Replay
+Task = MakeCache | TellFree | ChangeBlocks | HoldAdapter | RunStep | RunPlan | WarmUp | Replay
 
 
 @dataclass(frozen=True)
@@ -124,11 +156,13 @@ class Failed:
 
 
 def packed(batch: Batch) -> bytes:
-    """The arrays of a step as one block: their sizes, then one after another, all int64."""
+    """The arrays of a step as one block: their sizes, then one after another, all int64; slots of
+    adapters are the last, if there are any."""
     sequences, width = batch.block_tables.shape
     sizes = np.array([len(batch.ids), sequences, width, len(batch.rows)])
     arrays = (getattr(batch, name).numpy().reshape(-1) for name in FIELDS)
-    return np.concatenate([sizes, *arrays]).tobytes()
+    slots = [] if batch.adapters is None else [batch.adapters.numpy()]
+    return np.concatenate([sizes, *arrays, *slots]).tobytes()
 
 
 def unpacked(block: bytes) -> Batch:
@@ -136,6 +170,7 @@ def unpacked(block: bytes) -> Batch:
     numbers = torch.frombuffer(bytearray(block), dtype=torch.int64)
     tokens, sequences, width, rows = numbers[:4].tolist()
     sizes = (tokens, tokens, tokens, sequences * width, sequences + 1, sequences, rows)
-    parts = dict(zip(FIELDS, numbers[4:].split(sizes), strict=True))
+    own, slots = numbers[4:].tensor_split([sum(sizes)])
+    parts = dict(zip(FIELDS, own.split(sizes), strict=True))
     parts["block_tables"] = parts["block_tables"].view(sequences, width)
-    return Batch(**parts)
+    return Batch(**parts, adapters=slots if len(slots) else None)

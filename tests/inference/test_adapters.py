@@ -195,12 +195,6 @@ def test_names_that_are_used_unknown_or_in_use(tiny_llama, adapters):
 def test_what_cannot_be_run_with_is_refused_by_name(tmp_path, tiny_llama, make_model, adapters):
     with pytest.raises(EngineError, match=r"by\s+transformers' own code"):
         engine_of(tiny_llama, adapters, transformers_code=True)
-    engine = Engine.from_pretrained(tiny_llama, config=EngineConfig(tensor_parallel=2))
-    try:
-        with pytest.raises(EngineError, match="the model is cut among several"):
-            engine.load_adapter("a", adapters["a"])
-    finally:
-        engine.close()
     other = make_model("llama", hidden_size=64)
     with pytest.raises(CheckpointError, match="q_proj"):
         engine_of(other, {"a": adapters["a"]})
@@ -208,14 +202,19 @@ def test_what_cannot_be_run_with_is_refused_by_name(tmp_path, tiny_llama, make_m
 
 def test_many_requests_adapters_loads_and_unloads(tiny_llama, adapters):
     """PTQ_ADAPTED_REQUESTS in the environment asks for another number of requests."""
-    draw, folders = random.Random(0), list(adapters.values())
     engine = engine_of(tiny_llama, {}, max_batch_size=4, max_model_len=128, kv_blocks=9)
-    known = {path: engine_of(tiny_llama, {"own": path}) for path in folders}
-    known[None] = engine_of(tiny_llama, {})
+    mix_requests(engine, tiny_llama, list(adapters.values()), COUNT)
+
+
+def mix_requests(engine: Engine, base: Path, folders: list[Path], count: int) -> None:
+    """Requests with adapters that are loaded and unloaded meanwhile get what each gets alone."""
+    draw = random.Random(0)
+    known = {path: engine_of(base, {"own": path}) for path in folders}
+    known[None] = engine_of(base, {})
     asked: dict[str, tuple[list[int], Path | None]] = {}
     loaded: dict[str, Path] = {}
     done = wrong = 0
-    while done < COUNT:
+    while done < count:
         if len(loaded) < 3 and draw.random() < 0.3:
             name, path = f"n{draw.randrange(5)}", draw.choice(folders)
             if name not in loaded:

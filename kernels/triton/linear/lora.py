@@ -16,7 +16,7 @@ starts, on Hopper `shrink` multiplies while it runs, and `expand` asks for its p
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,11 +147,6 @@ class LoraStack:
         """The outputs of a part."""
         stops = (*self.starts[1:], self.b.shape[1])
         return range(self.starts[part], stops[part])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return self.a.nbytes + self.b.nbytes
 
     def _check(self, slot: int) -> None:
         require(0 <= slot < len(self.a), f"slot {slot}; there are 0 to {len(self.a) - 1}")
@@ -311,6 +306,7 @@ def add_lora(
     ready: bool = False,
     invariant: bool = False,
     tile: LoraTile | None = None,
+    gather: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Add to each row of a linear layer's result what the row's adapter makes of its input.
 
@@ -327,6 +323,8 @@ def add_lora(
             the base layer's, started: they are then read while that runs.
         invariant: Whether a row's bits are to be the same for any number of rows.
         tile: How to cut the products; by default a rule says.
+        gather: Makes of u of this rank's inputs [splits, T, n] that of all ranks' [ranks, splits,
+            T, n]; None where the inputs are all there are.
 
     Raises:
         ValueError: a shape or type does not fit.
@@ -343,18 +341,19 @@ def add_lora(
     u = torch.empty((tile.splits, rows, parts * rank), dtype=torch.float32, device=x.device)
     second, third, *_ = (*own.starts[1:], outputs, outputs)
     down, ways = triton.cdiv(rows, tile.rows), tile.ways
-    both = {"PARTS": parts, "RANK": rank, "ROWS": tile.rows, "SPLITS": tile.splits, "WAYS": ways}
+    both = {"PARTS": parts, "RANK": rank, "ROWS": tile.rows, "WAYS": ways}
     both["num_warps"] = 4 if tile.rows < 64 else 8
     shrink_kernel[(down, ways, tile.splits * parts)](
         x, x_scales, slots, own.a, u, rows, count, inputs, min(x.shape[1], inputs), x.stride(0),
-        pitch, run_pitch, INPUTS=tile.inputs, GROUP=group, READY=ready, **both,
+        pitch, run_pitch, INPUTS=tile.inputs, SPLITS=tile.splits, GROUP=group, READY=ready, **both,
         **overlap(),
     )  # fmt: skip
+    u = u if gather is None else gather(u).flatten(0, 1)
     across = sum(triton.cdiv(len(own.outputs_of(i)), tile.outputs) for i in range(parts))
     expand_kernel[(across, down, ways)](
         u, slots, own.b, y, rows, count, outputs, second, third, y.stride(0),
-        OUTPUTS=tile.outputs, HELD=triton.next_power_of_2(tile.splits), CHUNK=min(rank, CHUNK),
-        LINES=max(1, rank // 64), **both, **overlap(rows <= EARLY_ROWS),
+        OUTPUTS=tile.outputs, SPLITS=len(u), HELD=triton.next_power_of_2(len(u)),
+        CHUNK=min(rank, CHUNK), LINES=max(1, rank // 64), **both, **overlap(rows <= EARLY_ROWS),
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """GGUF files of every architecture that is written, and back: the same model, tensor by tensor.
 
 That llama.cpp gives these files the logits of the engine was measured when this was written
-(`formats/README.md`); what lies otherwise there than here is tested against its definition.
+(`formats/README.md`), and of some is tested in `test_beside_llama_cpp.py` where it is installed; what
+lies otherwise there than here is tested against its definition.
 """
 
 from __future__ import annotations

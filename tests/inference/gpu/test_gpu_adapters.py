@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from formats.adapters import read_lora
+from formats.families.registry import block_names
+from inference.models.adapters import lay_out
 from inference.requests.request import SamplingParams
 from tests.adapters import write_adapter
 from tests.inference.gpu.test_gpu import engine_of, prompt
@@ -61,3 +64,28 @@ def one_batch(path: str, adapters: dict[str, Path]):
     plain = engine.generate(prompts, params)
     changed = [a.logprobs != b.logprobs for a, b in zip(together, plain, strict=True)]
     assert changed == [False, True, True, True, False]
+
+
+def test_what_another_rank_has_no_memory_for_is_taken_back(make_model, adapters):
+    taken_back(str(make_model("llama", layers=1)), adapters)
+
+
+@interpreted
+def taken_back(path: str, adapters: dict[str, Path]):
+    engine, tokens = engine_of(path), prompt(9)
+    engine.load_adapter("few", adapters["few"])
+    wanted, own = engine.score(tokens, "few"), engine.loop.adapters()
+    blocks = block_names(engine.checkpoint.config)
+    parts = lay_out(engine.model, blocks, read_lora(adapters["all"], engine.checkpoint))
+
+    def tables() -> dict[str, torch.Size]:
+        stacks = own.of(0, torch.zeros(1), invariant=False).stacks
+        return {layer: stack.a.shape for layer, stack in stacks.items()}
+
+    before, graphs = tables(), own.version
+    own.put(1, parts)
+    larger, moved = tables(), own.version
+    own.take_back(1)
+    assert tables() == before != larger
+    assert graphs < moved < own.version
+    assert torch.equal(engine.score(tokens, "few"), wanted)

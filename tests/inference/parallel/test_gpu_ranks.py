@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.adapters import write_adapter
 from tests.inference.gpu.test_gpu import checkpoint_of, prompt
 from tests.kernels.triton_lab import interpreted
 
@@ -94,3 +95,34 @@ def compare(path):
     assert expected.abs().max() > 0.5
     assert torch.equal(logits, expected)
     assert tokens == wanted
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("preset", "head_dim"), [("a8w8c8", 64), ("w4", 32)])
+def test_adapters(preset, head_dim, tmp_path):
+    """Sums of integers have no place for what an adapter adds; sums of floats have, and w4's o reads
+    the inputs of all ranks. The second adapter needs larger tables."""
+    path = checkpoint_of(tmp_path, preset, head_dim=head_dim)
+    few = write_adapter(tmp_path / "few", Path(path), 4, ("q_proj", "o_proj"), seed=1, scale=0.3)
+    own = {"few": few, "all": write_adapter(tmp_path / "all", Path(path), 20, seed=2, scale=0.3)}
+    compare_adapted(path, own)
+
+
+@interpreted
+def compare_adapted(path, adapters):
+    from inference.requests.request import SamplingParams
+
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    each, found = [params.model_copy(update={"adapter": a}) for a in (None, "all", "few")], {}
+    for ranks in (1, 2):
+        engine = engine_on(path, ranks)
+        for name, folder in adapters.items():
+            engine.load_adapter(name, folder)
+        logits = [engine.score(prompt(9, seed=2), name) for name in (None, *adapters)]
+        outputs = engine.generate([prompt(5 + i) for i in range(3)], each)
+        found[ranks] = torch.stack(logits).float(), [o.token_ids for o in outputs]
+        engine.close()
+    (logits, tokens), (wanted, expected) = found[2], found[1]
+    assert (wanted[1:] - wanted[0]).norm(dim=(1, 2)).min() > 0.2 * wanted[0].norm()
+    assert (logits - wanted).norm() / wanted.norm() < 0.01
+    assert tokens == expected

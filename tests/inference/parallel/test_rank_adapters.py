@@ -1,0 +1,200 @@
+"""Adapters on several ranks: each request's logits are those of one process with the same adapters."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from formats.errors import CheckpointError, EngineError, RequestError
+from inference.config import EngineConfig, SpeculateConfig
+from inference.engine import Engine
+from inference.parallel.adapters import CpuRankAdapters
+from inference.requests.request import SamplingParams
+from kernels.cpu import native
+from tests.adapters import write_adapter, write_prefix
+from tests.experts import MOE
+from tests.inference.parallel.test_ranks import EXACT
+from tests.inference.parallel.thread_ranks import thread_engine
+from tests.inference.test_adapters import ids, merged_logits, mix_requests, with_adapter
+from tests.tiny_families import TINY
+
+GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
+ROUNDED = 0.1  # what the rounding of an input changes in logits, at most
+NAMES = [None, "few", "all", "inputs", "few", None]
+PROMPTS = [ids(7 + 9 * (i % 4), seed=i) for i in range(len(NAMES))]
+
+
+@contextmanager
+def engine_on(path: Path, ranks: int, adapters: dict[str, Path], **sizes):
+    engine = thread_engine(path, ranks, **sizes)
+    try:
+        for name, folder in adapters.items():
+            engine.load_adapter(name, folder)
+        yield engine
+    finally:
+        engine.close()
+
+
+def adapters_of(folder: Path, base: Path) -> dict[str, Path]:
+    """Of layers that are cut by their outputs, by their inputs, and of all."""
+    made = {"few": (4, ("q_proj", "v_proj")), "inputs": (5, ("down_proj", "o_proj"))}
+    return {
+        name: write_adapter(folder / name, base, rank, targets, seed=i, scale=0.5)
+        for i, (name, (rank, targets)) in enumerate(made.items())
+    } | {"all": write_adapter(folder / "all", base, 16, seed=7, scale=0.5)}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_logits_in_float_are_those_of_merged_weights(ranks, tmp_path, make_model):
+    """With four ranks two have a head of K and V together."""
+    path, tokens = make_model("llama", tie_word_embeddings=False), ids(60)
+    with engine_on(path, ranks, adapters_of(tmp_path, path)) as engine:
+        base = engine.score(tokens)
+        for name, folder in engine.adapters.items():
+            wanted = merged_logits(path, folder, tokens)
+            assert (wanted - base).abs().max() > 0.5, "the adapter changes nothing"
+            assert (engine.score(tokens, name) - wanted).abs().max() < 1e-4, name
+        assert torch.equal(engine.score(tokens), base)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "glm4", "mixtral"])
+def test_families(family, tmp_path, make_model):
+    """Biases, norms of heads and after sub-layers, channels that lie otherwise, mixtures."""
+    path = make_model(family, **TINY.get(family, {}) | MOE.get(family, {}))
+    targets = ("q_proj", "k_proj", "o_proj")
+    own = write_adapter(tmp_path / "a", path, targets=targets, scale=0.5)
+    with engine_on(path, 2, {"a": own}) as engine:
+        wanted = merged_logits(path, own, ids(40))
+        assert (engine.score(ids(40), "a") - wanted).abs().max() < 2e-4
+        assert (engine.score(ids(40)) - wanted).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("scheme", ["a8w8c8", "a8w8_dynamic", "w4", "fp8_channel"])
+def test_quantized(scheme, tmp_path, make_model, make_quantized):
+    """Tokens are those of one process; logits, too, but for the order in which A x of o and down is
+    added up, and where that changes how an input is rounded. w4's groups cross the cuts in four."""
+    base = make_model("llama", tie_word_embeddings=False)
+    path, own = make_quantized(base, scheme), adapters_of(tmp_path, base)
+    each, found = [with_adapter(name, GREEDY) for name in NAMES], {}
+    for ranks in (1, 2, 4):
+        with engine_on(path, ranks, own) as engine:
+            logits = [engine.score(ids(60), name) for name in (None, *own)]
+            tokens = [o.token_ids for o in engine.generate(PROMPTS, each)]
+            engine.check_integrity()
+            found[ranks] = torch.stack(logits), tokens
+    wanted, expected = found[1]
+    for ranks in (2, 4):
+        logits, tokens = found[ranks]
+        assert tokens == expected
+        assert (logits - wanted).abs().max() < ROUNDED
+        if scheme in EXACT:  # without and with an adapter of q and v alone
+            assert torch.equal(logits[:2], wanted[:2])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_requests_of_one_batch_do_not_touch_each_other(ranks, tmp_path, tiny_llama):
+    """Bit for bit, with sums of floats over four ranks, too."""
+    own, params = adapters_of(tmp_path, tiny_llama), GREEDY.model_copy(update={"logprobs": 2})
+    each = [with_adapter(name, params) for name in NAMES]
+    with engine_on(tiny_llama, ranks, own, max_batched_tokens=33) as engine:
+        together = engine.generate(PROMPTS, each)
+        alone = [engine.generate([p], q)[0] for p, q in zip(PROMPTS, each, strict=True)]
+    assert [o.logprobs for o in together] == [o.logprobs for o in alone]
+
+
+def test_cached_prefixes_and_drafts(tmp_path, tiny_llama):
+    own, prompt, found = adapters_of(tmp_path, tiny_llama), [5, 9, 31, 7] * 33, {}
+    for ranks in (1, 2):
+        speculate = SpeculateConfig(method="ngram", depth=3)
+        with engine_on(tiny_llama, ranks, own, speculate=speculate, max_model_len=192) as engine:
+            tokens, hits = [], []
+            for name in (None, "inputs", "all", None, "inputs"):
+                before = engine.stats().hit_tokens
+                tokens.append(engine.generate([prompt], with_adapter(name, GREEDY))[0].token_ids)
+                hits.append(engine.stats().hit_tokens - before)
+            assert engine.speculation is not None
+            found[ranks] = tokens
+            assert hits == [0, 0, 0, 128, 128]
+    assert found[1] == found[2]
+
+
+def test_loads_and_unloads_while_requests_run(tmp_path, tiny_llama):
+    folders = list(adapters_of(tmp_path, tiny_llama).values())
+    sizes = {"max_batch_size": 4, "kv_blocks": 9}
+    with engine_on(tiny_llama, 2, {}, **sizes) as engine:
+        mix_requests(engine, tiny_llama, folders, 30)
+
+
+def test_without_compiled_kernels(tmp_path, tiny_llama, monkeypatch):
+    own, tokens = adapters_of(tmp_path, tiny_llama), ids(20)
+    wanted = merged_logits(tiny_llama, own["all"], tokens)
+    monkeypatch.setattr(native, "library", lambda: None)
+    with engine_on(tiny_llama, 2, own) as engine:
+        assert (engine.score(tokens, "all") - wanted).abs().max() < 1e-4
+
+
+@pytest.fixture
+def held(monkeypatch) -> dict[object, dict[int, int]]:
+    """Layers that each rank's adapters have, by rank and slot."""
+    found: dict[object, dict[int, int]] = {}
+    put = CpuRankAdapters.put
+
+    def noted(self, slot, parts):
+        put(self, slot, parts)
+        found.setdefault(self, {})[slot] = len(parts)
+
+    monkeypatch.setattr(CpuRankAdapters, "put", noted)
+    return found
+
+
+def test_what_is_refused_is_left_on_no_rank(tmp_path, tiny_llama, make_model, held):
+    other = write_adapter(tmp_path / "other", make_model("llama", hidden_size=64))
+    prefix = write_prefix(tmp_path / "prefix", tiny_llama, 4)
+    own = write_adapter(tmp_path / "own", tiny_llama, scale=0.5)
+    with engine_on(tiny_llama, 2, {}) as engine:
+        with pytest.raises(CheckpointError, match="of another base"):
+            engine.load_adapter("a", other)
+        with pytest.raises(EngineError, match="prefix tuning runs on a CPU, in one process"):
+            engine.load_adapter("a", prefix)
+        with pytest.raises(RequestError, match="allowed are letters"):
+            engine.load_adapter("a b", own)
+        assert not held
+        assert engine.adapters == {}
+        engine.load_adapter("a", own)
+        assert [slots[0] > 0 for slots in held.values()] == [True, True]
+        engine.unload_adapter("a")
+        assert list(held.values()) == [{0: 0}, {0: 0}]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_an_adapter_that_one_rank_has_no_memory_for(full, tmp_path, tiny_llama, held, monkeypatch):
+    own, tokens = write_adapter(tmp_path / "own", tiny_llama, scale=0.5), ids(20)
+    put = CpuRankAdapters.put
+
+    def limited(self, slot, parts):
+        if parts and slot == 1 and self._group.rank == full:
+            raise EngineError("memory is too small")
+        put(self, slot, parts)
+
+    monkeypatch.setattr(CpuRankAdapters, "put", limited)
+    with engine_on(tiny_llama, 2, {"a": own}) as engine:
+        wanted = engine.score(tokens, "a")
+        with pytest.raises(EngineError, match="memory"):
+            engine.load_adapter("b", own)
+        assert list(engine.adapters) == ["a"]
+        assert torch.equal(engine.score(tokens, "a"), wanted)  # which rank 1 runs when it is done
+        assert [slots.get(1, 0) for slots in held.values()] == [0, 0]
+
+
+def test_processes(tmp_path, tiny_llama):
+    own = adapters_of(tmp_path, tiny_llama)
+    sizes = EngineConfig(tensor_parallel=2, max_model_len=128)
+    engine = Engine.from_pretrained(tiny_llama, config=sizes, adapters=own)
+    try:
+        wanted = merged_logits(tiny_llama, own["all"], ids(40))
+        assert (engine.score(ids(40), "all") - wanted).abs().max() < 1e-4
+    finally:
+        engine.close()
