@@ -125,7 +125,6 @@ def backward(
         stream: Of the model; it is spent.
         sequences: Token ids of each sample: int64 [tokens].
         size: Most outputs in a block of G; see `calibrate.gradients.block_size`.
-        inputs: Keeps the blocks' inputs.
         found: Called with a full name and what gradients showed there: of the layer that gives
             logits, then of each block, from the last one.
         step: Called after each block, on the way there and on the way back.
@@ -167,7 +166,6 @@ def head_gradients(
 
     Args:
         stream: Whose samples have run through all blocks.
-        sequences: Their token ids.
 
     Returns:
         ([tokens, hidden] for each sample, in the host's memory; what those at the outputs of the

@@ -40,7 +40,6 @@ class DecoderBlock:
         attention: Full name of its attention module; None where it has none.
         module: The block; its float weights may be replaced by methods.
         linears: Its linear layers by full name.
-        device: Where its weights are.
         inputs: Hidden states of each sample: [tokens, hidden], in the host's memory; K and V of
             earlier blocks that later ones read are in the same rows (`calibrate.handed`).
         quantized_inputs: The same after the quantized blocks before, where the stream keeps them.
@@ -301,7 +300,6 @@ class DecoderBlock:
 
         Args:
             hidden: Of one of the samples.
-            sample: Which.
             weights: Weights to compute with in place of those of linear layers, by the layer's
                 full name.
         """

@@ -59,7 +59,6 @@ class TokenSet:
     Attributes:
         ids: int64 [sequences, length], padded on the right.
         mask: bool [sequences, length], True where a token is real.
-        source: Name of the source.
         split: `calibration` or `evaluation`.
         kind: What the data are: chats in the model's template, or other text.
         notes: What was read of the source, for a person.
@@ -103,8 +102,6 @@ def load_tokens(
     hold their text in it (`DatasetSpec.in_template`), and an evaluation has its text in it as well.
 
     Args:
-        spec: What to read.
-        tokenizer: A transformers tokenizer.
         split: Which amount, and which documents.
         root: Folder that relative paths start at; default the current one.
 

@@ -170,7 +170,6 @@ class GradientSums:
         """Add a sample.
 
         Args:
-            sample: Its index.
             g: [tokens, out] of a layer, [tokens, kv heads, D] of K and V.
             tokens: Places of the rows among the sample's tokens, int64 [rows], where the layer
                 got only some.

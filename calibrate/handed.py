@@ -7,6 +7,8 @@ quantized blocks or takes gradients back through them does so with K and V.
 
 Masks and positions are alike for samples of one length. What depends on the tokens themselves (an
 embedding of each block's own) is kept of each sample, in the host's memory.
+
+A `Recorder` stands in the place of a block while the model's code runs for what it hands to it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from calibrate.transfers import to_host
 from formats.errors import CheckpointError
@@ -160,7 +162,6 @@ def rows_of_blocks(structure: Structure, name: str | None, streams: int | None) 
     """The rows before and after each block.
 
     Args:
-        structure: Of the model.
         name: Under which blocks are handed the mapping that they fill; None for none.
         streams: As of `Rows`.
 
@@ -219,3 +220,60 @@ class Handed:
         own = _moved(dict(self.own[sample]), rows.device) if self.own else {}
         others: dict[Place, Any] = {**own, self.rows.name: lent} if self.rows.name else own
         return *self.given[len(rows)].call(hidden, others), lent
+
+
+class Recorder(nn.Module):
+    """Stands in a decoder block's place: records what it is given and passes on hidden states.
+
+    Whatever else the model's code asks of the block, it finds there.
+
+    Args:
+        outputs: How many values the block gives as a tuple; None for hidden states alone.
+
+    Attributes:
+        hidden: Hidden states that it was handed last.
+        given: All else.
+    """
+
+    hidden: Tensor | None = None
+
+    def __init__(self, block: nn.Module, outputs: int | None) -> None:
+        super().__init__()
+        self.__dict__["_block"] = block
+        self._outputs = outputs
+        self.given = Given()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Record what comes; gives hidden states as the block would."""
+        named = next(iter(kwargs)) if not args else None
+        self.hidden = args[0] if named is None else kwargs.pop(named)
+        self.given = Given(args[1:], kwargs, named)
+        rest = (None,) * ((self._outputs or 1) - 1)
+        return self.hidden if self._outputs is None else (self.hidden, *rest)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"], name)
+
+
+class AllRecordedError(Exception):
+    """The last block was reached: what comes after it needs not be run."""
+
+
+class LastRecorder(Recorder):
+    """The recorder in the last block's place.
+
+    Attributes:
+        after: Hidden states [1, tokens, hidden] to go on with; None to stop here.
+    """
+
+    after: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """End the run, or go on with other hidden states."""
+        passed = super().forward(*args, **kwargs)
+        if self.after is None:
+            raise AllRecordedError
+        return self.after if self._outputs is None else (self.after, *passed[1:])

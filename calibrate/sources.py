@@ -70,7 +70,6 @@ def local_documents(path: Path, column: str, convert: Convert) -> list[str]:
 
     Args:
         path: A file of `TEXT` or `TABLES`, or a folder with some.
-        column: The tables' column to read.
         convert: Makes a text of that column's value.
 
     Raises:

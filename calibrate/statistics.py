@@ -49,7 +49,7 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
     def observe(
         self, module: str, role: str, x: Tensor, *, histogram: bool = True, first: int = 0
     ) -> None:
-        """Add tokens [T, K] or [T, H, D] of a module's role; see `TensorStatistics.observe`.
+        """Add tokens [T, K] or [T, H, D] of a module's role; see `Accumulator.observe`.
 
         Raises:
             RecipeError: they hold NaN or infinity; of tokens on a GPU `gathered` raises it.

@@ -24,8 +24,7 @@ from transformers import PretrainedConfig
 
 from calibrate.attention import ATTENTION, BESIDE
 from calibrate.block import DecoderBlock
-from calibrate.handed import Handed, Place, rows_of_blocks
-from calibrate.recorder import AllRecordedError, LastRecorder, Recorder
+from calibrate.handed import AllRecordedError, Handed, LastRecorder, Place, Recorder, rows_of_blocks
 from calibrate.transfers import to_host
 from calibrate.workers import ReadAhead
 from formats.errors import CheckpointError
@@ -47,15 +46,12 @@ class BlockStream:
     """The blocks of a model, one at a time.
 
     Args:
-        config: The model's configuration.
         read: Gives a tensor of the checkpoint by its name.
-        device: Where blocks run.
         dtype: Type they are computed in.
         quantized_path: Whether to keep, beside each sample's hidden states in the float model,
             those after the quantized blocks.
 
     Attributes:
-        device: Where blocks run.
         head_layer: Full name of the layer that gives logits.
         inputs: Hidden states of each sample before the next block: [tokens, hidden].
         quantized_inputs: Those after the quantized blocks, or None where they are not kept.
@@ -331,7 +327,6 @@ class BlockStream:
         """Read a block's weights; its samples are those that `start` or `advance` left.
 
         Args:
-            index: Number of the block.
             then: That of the block that is loaded next, if there is one: where blocks run on a GPU
                 it is read meanwhile.
 

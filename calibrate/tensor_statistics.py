@@ -28,7 +28,6 @@ class TensorStatistics:
     """What was seen of one tensor.
 
     Attributes:
-        tokens: Tokens seen.
         channel_absmax: Largest magnitude of each channel: fp32 [K], or [H, D] for cached heads.
         sample_absmax: Largest magnitude of each sample, by head: fp32 [samples, H] ([samples, 1]
             for an input), rows in ascending order.
@@ -85,29 +84,6 @@ class TensorStatistics:
     def _head_absmax(self) -> Tensor:
         """Largest magnitude of each head."""
         return self.channel_absmax.reshape(self.heads, -1).amax(dim=1)
-
-    def observe(
-        self,
-        x: Tensor,
-        name: str = "activations",
-        *,
-        histogram: bool = True,
-        first: int = 0,
-    ) -> None:
-        """Add the tokens of one sample.
-
-        Args:
-            x: [T, K] or [T, H, D], float.
-            name: Module, for the error's text.
-            histogram: Whether to count magnitudes; the largest ones alone take a third of the time.
-            first: Position of the first of the tokens in the sample.
-
-        Raises:
-            RecipeError: `x` holds NaN or infinity.
-        """
-        seen = Accumulator(tuple(self.channel_absmax.shape), histogram=histogram)
-        seen.observe(x, name, first)
-        self.merge(seen.statistics(name))
 
     def merge(self, other: TensorStatistics) -> None:
         """Add what another has seen of the same tensor."""
@@ -297,9 +273,15 @@ class Accumulator:
         self._on_gpu: magnitudes.Magnitudes | None = None
 
     def observe(self, x: Tensor, name: str, first: int = 0) -> None:
-        """Add the tokens of one sample; arguments and errors as of `TensorStatistics.observe`.
+        """Add the tokens of one sample.
 
-        On a GPU, values that are not finite are found by `statistics`.
+        Args:
+            x: [T, K] or [T, H, D], float.
+            name: Module, for the error's text.
+            first: Position of the first of the tokens in the sample.
+
+        Raises:
+            RecipeError: `x` holds NaN or infinity; of tokens on a GPU `statistics` raises it.
         """
         if x.shape[0] == 0:
             return

@@ -31,7 +31,6 @@ def passed_through(
     Args:
         inputs: In the host's memory.
         step: Takes an input on the device, and gives a result there.
-        device: Where.
     """
     if device.type != "cuda":
         return [step(x) for x in inputs]

@@ -83,7 +83,6 @@ def cut_windows(
     Args:
         documents: Texts; blank ones give nothing.
         amount: How many sequences, and how long.
-        tokenizer: A transformers tokenizer.
         templated: Whether a template has written all special tokens of the documents.
         chats: Whether each is a chat.
         pack: Fill sequences with documents; otherwise one document each.

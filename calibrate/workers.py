@@ -57,9 +57,6 @@ class Workers:
 
     Args:
         devices: Where they work; a device may stand there more than once, as the CPU does in tests.
-
-    Attributes:
-        devices: The same.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -238,9 +235,6 @@ class BlockWorkers(Workers):
 
     Copies are made before the work begins, while nobody looks at the block's layers, and again once
     it has changed. On one device all share the weights.
-
-    Args:
-        devices: Where they work.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -275,9 +269,6 @@ class ReadAhead:
     """Reads tensors, those that are expected in a thread of its own.
 
     They wait in memory that a GPU reaches at full speed.
-
-    Args:
-        read: Gives a tensor by its name.
     """
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:

@@ -11,58 +11,39 @@ from formats.errors import RequestError, suggestion
 from formats.namespace import require_own_packages
 from ptq.version import version
 
-COMMANDS = {
-    "run": ("ptq.commands.run", "quantize a model as a recipe says, and report what it cost"),
-    "quantize": ("ptq.commands.quantize", "quantize a model of yours, without a recipe"),
-    "recipes": ("ptq.commands.recipes", "list the recipes that come with ptq, or print one"),
-    "families": ("ptq.commands.families", "list the families of models that are run, and by what"),
-    "check": (
-        "ptq.commands.check",
-        "check a recipe against its model and show the plan; changes nothing",
-    ),
-    "explain": ("ptq.commands.explain", "show what a recipe does to each module, step by step"),
-    "solve": (
-        "ptq.commands.solve",
-        "make another checkpoint from a run's statistics, without the model",
-    ),
-    "diff": ("ptq.commands.diff", "show what differs between two recipes or two checkpoints"),
-    "compare": (
-        "ptq.commands.compare",
-        "put the reports of several runs into one table and one plot",
-    ),
-    "sweep": (
-        "ptq.commands.sweep",
-        "run many recipes on many models, here or on a Ray cluster, into one table",
-    ),
-    "predict": (
-        "inference.predict",
-        "complete a prompt, or a file of prompts with scores",
-    ),
-    "eval": ("ptq.commands.eval", "run standard tasks on a checkpoint, by lm-eval"),
-    "certify": (
-        "ptq.commands.certify",
-        "certify a checkpoint against its original: texts, answers, JSON, long contexts",
-    ),
-    "chat": ("inference.chat", "talk with a model in the terminal"),
-    "serve": (
-        "inference.server.command",
-        "answer HTTP requests as OpenAI's API does, with a page to try a model on",
-    ),
-    "peers": ("ptq.commands.peers", "measure what other tools make of a recipe's model"),
-    "report": ("ptq.commands.report", "measure a finished run again and write its report"),
-    "bench": (
-        "inference.bench.command",
-        "measure speed: requests, or with --steps, --kernels, --tune a GPU's steps and kernels",
-    ),
-    "inspect": ("ptq.commands.inspect", "show a checkpoint's scales, outlier channels and sizes"),
-    "convert": (
-        "ptq.commands.convert",
-        "write a checkpoint in another layout, or as a float model; read others",
-    ),
-    "completion": (
-        "ptq.completion",
-        "print a script that has bash, zsh or fish complete commands and names",
-    ),
+ABOUT = {
+    "run": "quantize a model as a recipe says, and report what it cost",
+    "quantize": "quantize a model of yours, without a recipe",
+    "recipes": "list the recipes that come with ptq, or print one",
+    "families": "list the families of models that are run, and by what",
+    "check": "check a recipe against its model and show the plan; changes nothing",
+    "explain": "show what a recipe does to each module, step by step",
+    "solve": "make another checkpoint from a run's statistics, without the model",
+    "diff": "show what differs between two recipes or two checkpoints",
+    "compare": "put the reports of several runs into one table and one plot",
+    "sweep": "run many recipes on many models, here or on a Ray cluster, into one table",
+    "predict": "complete a prompt, or a file of prompts with scores",
+    "eval": "run standard tasks on a checkpoint, by lm-eval",
+    "certify": "certify a checkpoint against its original: texts, answers, JSON, long contexts",
+    "chat": "talk with a model in the terminal",
+    "serve": "answer HTTP requests as OpenAI's API does, with a page to try a model on",
+    "peers": "measure what other tools make of a recipe's model",
+    "report": "measure a finished run again and write its report",
+    "bench": "measure speed: requests, or with --steps, --kernels, --tune a GPU's steps and "
+    "kernels",
+    "inspect": "show a checkpoint's scales, outlier channels and sizes",
+    "convert": "write a checkpoint in another layout, or as a float model; read others",
+    "completion": "print a script that has bash, zsh or fish complete commands and names",
+}
+ELSEWHERE = {
+    "predict": "inference.predict",
+    "chat": "inference.chat",
+    "serve": "inference.server.command",
+    "bench": "inference.bench.command",
+    "completion": "ptq.completion",
+}
+COMMANDS = {  # module and what it does, by name
+    name: (ELSEWHERE.get(name, f"ptq.commands.{name}"), text) for name, text in ABOUT.items()
 }
 OPTIONS = ("-h", "--help", "-V", "--version")
 

@@ -9,41 +9,17 @@ from formats.hub import near_folder
 from formats.lock import LOCK_FILE, refuse_busy
 
 CHECKPOINT_FOLDER = "checkpoint"
-
-
 GGUF_FILE = "model.gguf"  # the checkpoint, where the recipe asks for it
-
-
 RESULT_FILE = "quantization.json"
-
-
 RECIPE_FILE = "recipe.yaml"
-
-
 REPORT_FOLDER = "report"
-
-
 CERTIFICATE_PAGE = "certificate.html"  # in the checkpoint, beside certificate.json
-
-
 STATISTICS_FILE = "statistics.safetensors"
-
-
 FOUND_FILE = "found.safetensors"  # what methods found by running samples
-
-
 RESUME_FOLDER = ".resume"  # what a stopped run goes on with
-
-
 GRADIENTS_FOLDER = ".gradients"  # what its backward pass showed
-
-
 PROGRESS_FILE = "progress.json"  # in it: how far that run has come
-
-
 BUDGET_FOLDER = "budget"  # what a recipe with a budget chooses from
-
-
 PEER_LOGS, PEERS_FILE = "peers", "peers.json"  # what `ptq peers` writes
 
 

@@ -39,6 +39,13 @@ def scale_text(low: float, high: float) -> str:
     return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
 
 
+def interval_text(ends: tuple[float, float] | None, digits: int = 4, form: str = "f") -> str:
+    """An interval, or that there was too little to tell one."""
+    if ends is None:
+        return "needs 2 sequences"
+    return f"{ends[0]:.{digits}{form}} to {ends[1]:.{digits}{form}}"
+
+
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Columns of text, the first aligned to the left and the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -219,8 +219,7 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
         for name in model.names():
             module = name.removesuffix(".weight")
             if scheme.weights is None or not is_projection(module):
-                if not (name.endswith("_proj.bias") and scheme.weights is not None):
-                    file.add(name, model.tensor(name))
+                file.add(name, model.tensor(name))
                 continue
             packed = storage_format(scheme) == "pack-quantized"
             dtype = model.dtype(name)
@@ -229,8 +228,7 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
             )
             static = scheme.activations is not None and not scheme.activations.dynamic
             input_scale = torch.tensor([0.05]) if static else None
-            bias = model.tensor(f"{module}.bias") if f"{module}.bias" in model else None
-            file.add_linear(module, stored, dtype, bias, input_scale)
+            file.add_linear(module, stored, dtype, input_scale)
             shown = scale_in_table(scheme.weights, stored)
             row("weight", shown, f"{module}.weight_scale")
             if input_scale is not None:

@@ -80,7 +80,7 @@ FLOORS = {
         stream
         open_requests
         engine_client arguments
-        data_parallel vllm
+        fleet vllm
         engine metrics
         http
         served_model serving

@@ -40,9 +40,7 @@ class Contents:
         config: config.json without its `quantization_config`.
         files: Where each tensor is read from.
         groups: Targets and scheme of each group of linear layers.
-        ignore: Linear layers that the quantization left alone.
         cache: How the cache is quantized, where `kv_cache_scheme` says so.
-        foreign: The quantized layers of a foreign folder.
         own: What belongs in `quant/`; None in a folder that was not written here.
     """
 
@@ -59,7 +57,6 @@ def read_contents(path: Path, *, to_run: bool = True) -> Contents:
     """Look into a folder; of weights nothing is read.
 
     Args:
-        path: The folder.
         to_run: Whether to refuse a layout that has to be converted before it is run.
 
     Raises:

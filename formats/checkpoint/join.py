@@ -37,7 +37,6 @@ class ExpertStacks:
 
     Args:
         names: The family's mixture, whose experts alternate.
-        config: config.json.
     """
 
     def __init__(self, names: Mixture, config: Mapping[str, Any]) -> None:
@@ -77,11 +76,7 @@ class ExpertStacks:
 
 
 class FoundStacks:
-    """Layers of experts, of a family without a declaration, that wait likewise, in float.
-
-    Args:
-        config: config.json.
-    """
+    """Layers of experts, of a family without a declaration, that wait likewise, in float."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config

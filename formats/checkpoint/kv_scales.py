@@ -51,7 +51,6 @@ class CacheScales:
     """How a cache is quantized, and its static scales.
 
     Attributes:
-        schemes: How it is quantized.
         files: Where each tensor is read from, by `A.k_scale`, `A.v_scale` and `A.k_offset`.
         by_attention: Static (K, V) scales, fp32 [Hkv] (of K [Hkv, D] where it is scaled by
             channel; of a latent [1, R] likewise), of each attention module by its full name.
@@ -73,8 +72,6 @@ def read_cache(
     """The scales of a folder's cache.
 
     Args:
-        path: The folder.
-        config: config.json.
         served: What `kv_cache_scheme` says, or None.
         files: The served tensors; the cache's scales are taken out where `served` says so.
 
@@ -219,7 +216,6 @@ def read_sinks(path: Path, own: OwnPart | None, static: Collection[str]) -> Sink
     """The sink tokens of a folder.
 
     Args:
-        path: The folder.
         own: What config.json says of `quant/`; None where it says nothing.
         static: Full names of the linear layers whose input has a static scale.
 

@@ -24,49 +24,30 @@ from formats.families.registry import OWN_CLASSES
 from formats.families.sizes import heads_of
 from formats.published.known import TURNED, find_layout, is_turned
 from formats.published.layout import PublishedLayout
-from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
+from formats.stored.safetensors_files import Computed, StoredTensors, TensorFile, read_elements
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class UnitRows:
-    """A matrix whose rows are divided by their length: w / max(||w||, 1e-12), rounded once.
+def _unit_rows(file: TensorFile, name: str) -> Computed:
+    """A matrix whose rows are divided by their length: w / max(||w||, 1e-12), rounded once."""
+    dtype, shape = kind = file.tensors[name]
 
-    Args:
-        file: Holds the matrix as it is stored.
-        name: Of the matrix; the divided one has the same.
-    """
-
-    def __init__(self, file: TensorFile, name: str) -> None:
-        self._file = file
-        self.path = file.path
-        self.tensors = {name: file.tensors[name]}
-
-    def held(self, name: str) -> Tensor:
-        """The divided matrix [N, K]."""
-        dtype, shape = self.tensors[name]
-        stored = read_elements({name: self._file}, [name]).reshape(shape)
+    def divided() -> Tensor:
+        stored = read_elements({name: file}, [name]).reshape(shape)
         return torch.nn.functional.normalize(stored.float()).to(dtype)
 
+    return Computed(file.path, name, kind, divided)
 
-class Turned:
-    """The weight of a linear layer [out, in] that is stored as [in, out].
 
-    Args:
-        file: Holds it as it is stored.
-        name: Of the weight; the turned one has the same.
-    """
+def _turned(file: TensorFile, name: str) -> Computed:
+    """The weight of a linear layer [out, in] that is stored as [in, out]."""
+    dtype, shape = file.tensors[name]
 
-    def __init__(self, file: TensorFile, name: str) -> None:
-        self._file = file
-        self.path = file.path
-        dtype, shape = file.tensors[name]
-        self.tensors = {name: (dtype, shape[::-1])}
+    def turned() -> Tensor:
+        return read_elements({name: file}, [name]).reshape(shape).T
 
-    def held(self, name: str) -> Tensor:
-        """The weight [out, in]."""
-        shape = self._file.tensors[name][1]
-        return read_elements({name: self._file}, [name]).reshape(shape).T
+    return Computed(file.path, name, (dtype, shape[::-1]), turned)
 
 
 def turned_weights(
@@ -76,10 +57,9 @@ def turned_weights(
 
     Args:
         files: By the names of the native class.
-        config: config.json.
     """
     return {
-        name: Turned(file, name) if _is_transposed(name, file.tensors[name][0], config) else file
+        name: _turned(file, name) if _is_transposed(name, file.tensors[name][0], config) else file
         for name, file in files.items()
     }
 
@@ -114,7 +94,7 @@ def native_tensors(
     for module in layout.unit_rows(published):
         name = f"{module}.weight"
         if name in found:
-            found[name] = UnitRows(found[name], name)
+            found[name] = _unit_rows(found[name], name)
     return found
 
 
@@ -171,7 +151,6 @@ def only_here(
     What others open and leave out, such as the scales of an int8 cache, is no such reason.
 
     Args:
-        config: config.json.
         quantized: Whether weights of linear layers are.
         shares_head: Whether the quantized head is the embedding, too.
         float_zeros: Whether weights have zero points that are floats.
@@ -196,8 +175,8 @@ def only_here(
         )
     if float_zeros:
         reasons.append(
-            "zero points of its weights are floats, as in the .gguf file that it is of, where "
-            f"others read integers. For others take that file, or {FLOAT}"
+            "zero points of its weights are floats, as in .gguf files, where others read integers. "
+            f"For others take such a file (`ptq convert CHECKPOINT MODEL.gguf`), or {FLOAT}"
         )
     return f"Only this runtime opens it: {'; '.join(reasons)}." if reasons else None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -22,7 +22,7 @@ from formats.checkpoint.split import RowsOf
 from formats.errors import CheckpointError
 from formats.foreign.folder import ForeignLayer
 from formats.scheme import WeightSpec
-from formats.stored.safetensors_files import Derived, StoredTensors, TensorFile
+from formats.stored.safetensors_files import Computed, Derived, StoredTensors, TensorFile
 from formats.stored.weights import StoredWeight
 
 ALL = 0  # one entry of a tensor for all outputs, or all inputs
@@ -81,7 +81,6 @@ class CheckpointPart(Checkpoint):
     """Some outputs and inputs of a checkpoint's layers, as a checkpoint with smaller layers.
 
     Args:
-        whole: The checkpoint.
         cuts: What is taken of layers, by full name; others are taken whole.
         vectors: Entries that are taken of tensors of one dimension, by full name.
 
@@ -120,7 +119,8 @@ class CheckpointPart(Checkpoint):
             return file
         cut = cuts[module]
         if leaf == "weight_shape":
-            return _ShapePart(file.path, name, whole.weight_shape(module), cut)
+            own = cut_shape(whole.weight_shape(module), cut)
+            return Computed(file.path, name, (torch.int64, (2,)), partial(torch.tensor, own))
         units = entry_units(leaf, whole.scheme_of(module).weights)
         shape = file.tensors[name][1]
         spans = [
@@ -152,7 +152,6 @@ def entries(name: str, span: Span | None, unit: int, size: int) -> Span | None:
     """The entries of a tensor for a run of outputs or inputs; None for all of them.
 
     Args:
-        name: The tensor's.
         span: The run; None for all.
         unit: How many an entry is for; `ALL` for all.
         size: Entries of the tensor.
@@ -173,40 +172,23 @@ def entries(name: str, span: Span | None, unit: int, size: int) -> Span | None:
 
 def tensor_part(name: str, file: TensorFile, rows: Span | None, columns: Span | None) -> TensorFile:
     """Some rows and columns of a tensor of one or two dimensions, under its own name."""
-    shape = file.tensors[name][1]
+    dtype, shape = file.tensors[name]
     if (rows is None and columns is None) or not shape:
         return file
     rows = rows or Span(0, shape[0])
     if columns is None and not isinstance(file, Derived):
         return RowsOf(file, name, {name: rows.first}, (rows.count, *shape[1:]))
-    return _MatrixPart(name, file, rows, columns)
+    size = (rows.count, *(shape[1:] if columns is None else (columns.count,)))
+    return Computed(file.path, name, (dtype, size), partial(_read_part, name, file, rows, columns))
 
 
-class _MatrixPart:
-    """Some rows, and perhaps columns, of a tensor; they lie together in no file.
-
-    Args:
-        name: The tensor's.
-        file: Holds it.
-        rows: Which.
-        columns: Which; None for all, as of a tensor of one dimension.
-    """
-
-    def __init__(self, name: str, file: TensorFile, rows: Span, columns: Span | None) -> None:
-        dtype, shape = file.tensors[name]
-        self._file, self._rows, self._columns = file, rows, columns
-        rest = shape[1:] if columns is None else (columns.count,)
-        self.path: Path = file.path
-        self.tensors = {name: (dtype, (rows.count, *rest))}
-
-    def held(self, name: str) -> Tensor:
-        """The part."""
-        file = self._file
-        if isinstance(file, Derived):
-            own = file.held(name).reshape(file.tensors[name][1])[self._rows.slice]
-            return own if self._columns is None else own[:, self._columns.slice].contiguous()
-        assert self._columns is not None
-        return _read_columns(file, name, self._rows, self._columns)
+def _read_part(name: str, file: TensorFile, rows: Span, columns: Span | None) -> Tensor:
+    """Some rows, and perhaps columns, of a tensor, which lie together in no file."""
+    if isinstance(file, Derived):
+        own = file.held(name).reshape(file.tensors[name][1])[rows.slice]
+        return own if columns is None else own[:, columns.slice].contiguous()
+    assert columns is not None
+    return _read_columns(file, name, rows, columns)
 
 
 def _read_columns(file: StoredTensors, name: str, rows: Span, columns: Span) -> Tensor:
@@ -217,25 +199,6 @@ def _read_columns(file: StoredTensors, name: str, rows: Span, columns: Span) -> 
     mapped = np.memmap(file.path, np.uint8, "r", first + rows.first * stride, shape)
     own = mapped[:, columns.first * dtype.itemsize : columns.end * dtype.itemsize]
     return torch.from_numpy(np.array(own)).view(dtype)
-
-
-class _ShapePart:
-    """The stored shape, int64 [2], of a part of a layer, which no file has.
-
-    Args:
-        path: The file of the whole's.
-        name: The tensor's.
-        shape: The whole's.
-        cut: The part.
-    """
-
-    def __init__(self, path: Path, name: str, shape: tuple[int, ...], cut: Cut) -> None:
-        self.path, self._shape = path, cut_shape(shape, cut)
-        self.tensors = {name: (torch.int64, (2,))}
-
-    def held(self, name: str) -> Tensor:
-        """The shape."""
-        return torch.tensor(self._shape)
 
 
 def cut_shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:

@@ -57,7 +57,6 @@ class Checkpoint(NamedTensors):
     """A checked, lazily read checkpoint folder; make one with `Checkpoint.open`.
 
     Attributes:
-        path: The folder.
         config: config.json without its `quantization_config`.
         auxiliary_files: Tokenizer, generation and licence files: what a checkpoint made of this one
             takes.

@@ -41,9 +41,6 @@ QUANTIZED = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 class StatedFolder(NamedTensors):
     """A folder whose quantized layers are read for their values.
 
-    Args:
-        path: The folder.
-
     Attributes:
         config: config.json without its `quantization_config`.
         modules: Full names of its quantized layers, sorted.
@@ -87,7 +84,6 @@ def stated_values(args: ArgsValues, tensors: Mapping[str, Tensor]) -> Tensor:
     """The weight that tensors stand for, fp32 [N, K]; see the top of the file.
 
     Args:
-        args: How the weight is quantized.
         tensors: By the last part of their name.
 
     Raises:

@@ -116,9 +116,7 @@ class CheckpointWriter:
     nothing.
 
     Args:
-        out: Folder to make.
         config: config.json of the model, without `quantization_config`.
-        scheme: What is quantized.
         layers: Schemes of all quantized layers, where they are not the same; see
             `quantization_config`.
         caches: How the caches of attention modules are quantized that have one of their own.
@@ -222,23 +220,18 @@ class CheckpointWriter:
         module: str,
         weight: StoredWeight,
         dtype: torch.dtype,
-        bias: Tensor | None = None,
         input_scale: Tensor | None = None,
     ) -> None:
-        """Add a quantized linear layer.
+        """Add a quantized linear layer, but for its bias, which is added as it is.
 
         Args:
             module: Full name.
-            weight: Its weight.
             dtype: The type that the weight has in the unquantized model.
-            bias: [N] in the model's type, or None.
             input_scale: fp32 [1] where activations are static, else None.
         """
         scheme = self._beside.layers.get(module, self.scheme)
         for leaf, tensor in weight_tensors(scheme, weight, dtype).items():
             self.add(f"{module}.{leaf}", tensor)
-        if bias is not None:
-            self.add(f"{module}.bias", bias)
         if input_scale is not None:
             self.add(f"{module}.input_scale", input_scale.float().reshape(1))
 

@@ -50,7 +50,6 @@ def awq_layout(spec: WeightSpec, group_size: int | None = None) -> Layout:
     """The layout of weights of a specification that `refuse_awq` accepts.
 
     Args:
-        spec: Of the weights.
         group_size: That of the tensors, where it is a multiple of the specification's.
     """
     size = group_size or spec.block[1]
@@ -152,7 +151,6 @@ def awq_config(spec: WeightSpec, unquantized: Sequence[str] = ()) -> dict[str, A
     """The `quantization_config`.
 
     Args:
-        spec: Of the weights.
         unquantized: Full names of the linear layers that were left alone.
     """
     return {

@@ -47,11 +47,7 @@ def owner(name: str, modules: Collection[str]) -> str | None:
 class ForeignFolder:
     """A checkpoint folder whose weights are quantized in another layout than compressed-tensors.
 
-    Args:
-        path: The folder.
-
     Attributes:
-        path: The folder.
         config: config.json without its `quantization_config`.
         quantization: The `quantization_config`, or what stands for it.
         modules: Full names of its quantized layers, sorted.
@@ -224,8 +220,7 @@ class ForeignLayer:
     """A quantized layer of a foreign folder, or rows of one, as tensors of ours that no file has.
 
     Args:
-        folder: Holds it.
-        module: Its name there.
+        module: Its name in the folder.
         path: The file of its integers.
         shape: Outputs and inputs.
         dtype: The type that holds its scales exactly: that of its files.
@@ -233,9 +228,6 @@ class ForeignLayer:
         first: The first of its rows in the folder's layer, of which it may be a part.
 
     Attributes:
-        path: The file of its integers.
-        shape: Outputs and inputs.
-        dtype: Type of its scales.
         layout: How it is laid out in the folder.
         tensors: Type and shape of each of its tensors, by names of compressed-tensors.
     """

@@ -43,7 +43,6 @@ def read_fp8_config(
     """The scheme and layout of settings.
 
     Args:
-        config: The settings.
         names: Of the folder's tensors, which tell whose names they are.
 
     Raises:
@@ -75,7 +74,6 @@ def whole_layout(names: Collection[str], *, static: bool) -> tuple[Scheme, Layou
     """Scheme and layout of weights without blocks.
 
     Args:
-        names: Of the folder's tensors.
         static: Whether inputs have a scale of their own.
     """
     leaves = {name.rpartition(".")[2] for name in names}

@@ -73,7 +73,6 @@ def gptq_config(
     """The `quantization_config`.
 
     Args:
-        spec: Of the weights.
         version: 1 or 2.
         quantizer: Name and version of who made it, such as `ptq:0.1.0`.
         unquantized: Full names of the linear layers that were left alone.
@@ -162,7 +161,6 @@ def float_layout(config: Mapping[str, Any], *, g_idx: bool) -> Layout | None:
     """The layout of settings that no kernel here runs, but whose values can be read.
 
     Args:
-        config: The settings.
         g_idx: Whether layers have it.
 
     Returns:
@@ -197,7 +195,6 @@ def gptq_layout(
     """The layout of weights of a specification that `refuse_gptq` accepts.
 
     Args:
-        spec: Of the weights.
         version: How zero points are stored.
         g_idx: Whether layers have it.
         group_size: That of the tensors, where it is a multiple of the specification's.

@@ -63,9 +63,7 @@ def neural_compressor_layout(
     """The layout of a folder that `is_neural_compressor` knows.
 
     Args:
-        spec: Scheme of its weights.
         config: The folder's `quantization_config`.
-        names: Names of all its tensors.
         version: How zero points are stored; its own is 1.
 
     Raises:

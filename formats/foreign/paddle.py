@@ -190,7 +190,6 @@ def read_paddle(folder: Path, config: Mapping[str, Any], shapes: Shapes) -> Padd
 
     Args:
         folder: Has `act_scales.json`, `weight_scales.json` and `cachekv_scales.json`.
-        config: config.json of the model.
         shapes: [N, K] of each linear layer by its full name.
 
     Raises:

@@ -222,7 +222,6 @@ def check_own_cache(
     """Compare the cache that config.json says belongs to a checkpoint with what `quant/` has.
 
     Args:
-        folder: Of the checkpoint.
         own: What config.json says; None where it says nothing.
         found: How the scales in `quant/` say that the cache is quantized.
         needed: Whether scales that belong to it must be there.

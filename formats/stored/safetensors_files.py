@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
@@ -40,9 +40,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ORDER = (
-    "I64 F64 F32 I32 BF16 F16 I16 F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
-)  # of data in a file
+# Of data in a file.
+_ORDER = "I64 F64 F32 I32 BF16 F16 I16 F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
 _PLACE = {DTYPES[name]: place for place, name in enumerate(_ORDER)}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -80,18 +79,23 @@ class Index(BaseModel):
     weight_map: dict[str, str]
 
 
-class StoredTensors(Protocol):
-    """Where tensors are read from: a file, or a parameter of one that holds many layers."""
+Kind = tuple[torch.dtype, tuple[int, ...]]  # type and shape of a tensor
 
+
+class _NamedKinds(Protocol):
     @property
     def path(self) -> Path:
-        """The file."""
+        """The file that tensors are in, or follow from."""
         ...
 
     @property
-    def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def tensors(self) -> Mapping[str, Kind]:
         """Type and shape of each tensor."""
         ...
+
+
+class StoredTensors(_NamedKinds, Protocol):
+    """Where tensors are read from: a file, or a parameter of one that holds many layers."""
 
     def span(self, name: str) -> tuple[int, int]:
         """Where a tensor begins and ends in the file, in bytes."""
@@ -99,22 +103,30 @@ class StoredTensors(Protocol):
 
 
 @runtime_checkable
-class Derived(Protocol):
-    """Tensors that follow from a file's, and lie in none."""
-
-    @property
-    def path(self) -> Path:
-        """The file that they follow from."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Type and shape of each tensor."""
-        ...
+class Derived(_NamedKinds, Protocol):
+    """Tensors that follow from a file's, and are in none."""
 
     def held(self, name: str) -> Tensor:
         """A tensor."""
         ...
+
+
+class Computed:
+    """One tensor that follows from a file's, made when it is asked for; a `Derived`.
+
+    Args:
+        path: The file.
+        name: The tensor's.
+        kind: Its type and shape.
+        make: Gives it.
+    """
+
+    def __init__(self, path: Path, name: str, kind: Kind, make: Callable[[], Tensor]) -> None:
+        self.path, self.tensors, self._make = path, {name: kind}, make
+
+    def held(self, name: str) -> Tensor:
+        """The tensor."""
+        return self._make()
 
 
 TensorFile = StoredTensors | Derived
@@ -147,7 +159,6 @@ def read_elements(files: Mapping[str, TensorFile], names: Sequence[str]) -> Tens
     that going through a model block by block would take as much as the whole of it.
 
     Args:
-        files: Where each is.
         names: Which; those of several types become one that holds all, as by `torch.cat`.
 
     Raises:
@@ -184,9 +195,7 @@ def read_tensors(files: Mapping[str, TensorFile], names: Sequence[str]) -> list[
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _read_header(
-    path: Path,
-) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], dict, dict[str, tuple[int, int]]]:
+def _read_header(path: Path) -> tuple[dict[str, Kind], dict, dict[str, tuple[int, int]]]:
     """Type and shape of each tensor, the metadata, and where in the file each tensor is."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -311,11 +320,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> b
 
 
 class NamedTensors:
-    """The tensors of a folder by name, each read from its file when it is asked for.
-
-    Attributes:
-        path: The folder.
-    """
+    """The tensors of a folder by name, each read from its file when it is asked for."""
 
     path: Path
     _files: Mapping[str, TensorFile]
@@ -354,7 +359,7 @@ class NamedTensors:
         )
         return tuple(sorted(name.rpartition(".")[0] for name in weights))
 
-    def _kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    def _kind(self, name: str) -> Kind:
         return self._file(name).tensors[name]
 
     def _file(self, name: str) -> TensorFile:

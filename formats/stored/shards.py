@@ -19,7 +19,6 @@ class ShardWriter:
     """Writes tensors into safetensors files of limited size, in the order they come.
 
     Args:
-        folder: To write into.
         shard_bytes: Most bytes of one file, unless one tensor alone has more; memory held is one
             file, and one more where a pool writes it.
         pool: Writes full files while the next one fills, and reads them back; `wait` before it or

@@ -132,8 +132,6 @@ def weight_tensors(
     """The tensors of a weight by the last part of their name.
 
     Args:
-        scheme: Of the layer.
-        weight: To be stored.
         dtype: The model's: packed weights keep their scales in it, or in fp32 where it does not
             hold them exactly.
     """
@@ -195,9 +193,7 @@ def check_weight(scheme: LayerScheme, module: str, shape: Shape, kind: Kind) -> 
     """Check the types and shapes of a weight's tensors; nothing is read.
 
     Args:
-        scheme: Of the layer.
         module: Full name of the layer.
-        shape: Of the weight.
         kind: Gives the type and shape of a tensor by its full name.
 
     Raises:
@@ -220,8 +216,6 @@ def tensor_kinds(
     """Type and shape of each tensor of a weight [N, K], by the last part of its name.
 
     Args:
-        scheme: Of the layer.
-        shape: Of the weight.
         dtype: Of scales.
     """
     assert scheme.weights is not None

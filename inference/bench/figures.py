@@ -84,18 +84,14 @@ class Speed(Strict):
     Attributes:
         batch: Requests.
         prompt_tokens: Prompt tokens of each; of a task's the most of any, as for `new_tokens`.
-        new_tokens: Tokens that each generates.
         requests: Requests of a run, where they are a task's and `batch` of them run at once.
-        repeats: Runs that were measured.
         prefill_tokens_s: Prompt tokens of all requests, by the time until each has its first token.
         decode_tokens_s: Tokens per second of all requests together from then on.
         first_token_ms: Milliseconds from a request's arrival to its first token.
         per_token_ms: Milliseconds from a token to the next one of its request.
-        peak_memory_bytes: Most memory so far, loading included: resident of the process, or
-            allocated on the GPU.
-        kv_bytes_per_token: Bytes of K and V of one token in all layers, as the engine holds them.
-        weight_bytes: Bytes of the checkpoint's weight files, or in memory if it has none.
         drafts: What became of drafts; None where the engine makes none.
+
+    Bytes are as of `inference.bench.load.Run`.
     """
 
     batch: int
@@ -186,9 +182,6 @@ def describe(
 
     Args:
         results: For each batch size, the models' names and speeds.
-        ratios: Where several models ran.
-        notes: What each model is.
-        device: Where they ran.
     """
     first, machine = results[0][0][1], environment(device)
     rows = [_row(name, speed) for batch in results for name, speed in batch]
@@ -269,7 +262,6 @@ def run_in_turns(
 
     Args:
         runners: Run a load once; see `inference.bench.load.run_once`.
-        load: What each run does.
         warmup: Runs of each before those that count.
         repeats: Runs that count; at least 1.
 

@@ -45,8 +45,6 @@ class Load(Strict):
 
     Attributes:
         batch: Requests.
-        prompt_tokens: Tokens of each prompt.
-        new_tokens: Tokens that each generates.
         token: The one token that comes, by a bias of its logit; None: whatever comes.
         task: The requests, where they are a task's; the lengths are then those of the longest.
     """
@@ -80,7 +78,6 @@ class Run:
             allocated on the GPU.
         kv_bytes_per_token: Bytes of K and V of one token in all layers, as the engine holds them.
         weight_bytes: Bytes of the checkpoint's weight files, or in memory if it has none.
-        drafts: What became of drafts in this run.
     """
 
     prefill_s: float
@@ -232,7 +229,6 @@ class Oracle:
     """Drafts of outputs of one token; see `inference.proposers.Proposer`.
 
     Args:
-        token: The one that comes.
         chance: With which a draft is right.
     """
 

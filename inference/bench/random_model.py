@@ -57,7 +57,6 @@ class RandomCheckpoint(Checkpoint):
     Args:
         shape: As in `read_shape`.
         scheme: As in `read_scheme`.
-        device: Where tensors are made.
         quantize_head: Quantize the head too, which is the embedding of a tied shape.
         head: How: a preset; default int8, its input per token.
 
@@ -203,11 +202,12 @@ def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
         blocks = numerics.block_view(numerics.pad_to_blocks(weight, block), block)
         inner = tuple(range(1, blocks.dim(), 2))
         scale, zero_point = numerics.choose_affine(blocks.amin(inner), blocks.amax(inner), kind)
+        zero_point = zero_point.float() if spec.float_zeros else zero_point
     if storage_format(scheme) == "pack-quantized":
         scale = scale.bfloat16().float()
     if spec.scale_type == "e4m3":
         scale = numerics.e4m3_multiples(scale, numerics.e4m3_unit(scale.max()))
-    if spec.two_level:
+    if spec.two_level and spec.symmetric:
         unit = choose_unit(scale)
         scale = nearest_multiples(scale, unit) * unit
     q = numerics.quantize(weight, scale, kind, zero_point, block)

@@ -213,9 +213,7 @@ class EngineSource:
 
     Attributes:
         path: Folder of its checkpoint, or what a random model is called.
-        config: Its sizes.
         quantized_kv: Whether its cache is quantized as the checkpoint says.
-        device: Where it runs.
         random: Shape, scheme and whether the head is quantized, of a model of random weights that
             is made on the device instead of read; or None.
         fake: Tokens a step and drafts of each request that are to give them (None: as many as

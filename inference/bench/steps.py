@@ -50,7 +50,6 @@ class Step:
     """Milliseconds of a decode step.
 
     Attributes:
-        batch: Its requests.
         whole: From one to the next.
         graph: Of its CUDA graph alone.
         host: What the host does but waiting.
@@ -84,7 +83,6 @@ class Figures:
     """What was measured of a scheme.
 
     Attributes:
-        steps: Of each batch.
         prefill_ms: From the arrival of the prompts to the first token of each.
         short_ms: From the arrival of one short prompt to its first token.
         peak_bytes: Most memory of the GPU, weights and cache included.
@@ -262,7 +260,6 @@ def measure(
     Args:
         shape: As in `read_shape`.
         scheme: As in `read_scheme`, of the blocks.
-        batches: Requests of each step.
         context: Tokens in the cache of each of them.
         head: The same of the head, or `float`; None for int8 with inputs per token where the
             blocks are quantized and the head is not the embedding.

@@ -53,9 +53,6 @@ class Task(Strict):
     """Requests of a load whose prompts are text.
 
     Attributes:
-        name: Which task.
-        prompts: Token ids of each prompt.
-        lengths: Tokens of each output.
         outputs: Token ids of each output, which are forced; None: what the model says.
     """
 

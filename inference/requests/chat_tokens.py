@@ -204,14 +204,7 @@ class ChatEncoder:
 
 
 class _Finder:
-    """Finds control tokens in texts, in any spelling that folds to theirs.
-
-    Args:
-        texts: Of the tokens, by their ids.
-
-    Attributes:
-        texts: The same.
-    """
+    """Finds control tokens in texts, in any spelling that folds to theirs."""
 
     def __init__(self, texts: Mapping[int, str]) -> None:
         self.texts, begun = dict(texts), {}

@@ -121,7 +121,7 @@ class Constraint:
 
 
 class Matcher(Protocol):
-    """Follows one output; `inference.structured.matcher.GrammarMatcher`.
+    """Follows one output; `inference.structured.compiler.GrammarMatcher`.
 
     Attributes:
         done: Whether the text is complete, and nothing but its end may come.

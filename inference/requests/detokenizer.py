@@ -15,10 +15,6 @@ class Detokenizer:
     A token may end within a character: its text is then held back until the character is complete.
     Text that could be the beginning of a stop text is held back as well.
 
-    Args:
-        tokenizer: A transformers tokenizer.
-        stop: Texts that end the output.
-
     Attributes:
         pieces: The text that is certain, piece by piece; only ever appended to.
         stopped: Whether a stop text was found; the text before it is all there is.

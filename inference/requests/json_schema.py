@@ -15,8 +15,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from formats.errors import RequestError
-from inference.requests.plain_schema import ANNOTATIONS, plain_schema
+from inference.requests.plain_schema import (
+    ANNOTATIONS,
+    OF_ONE,
+    OF_SEVERAL,
+    WITH_NAMES,
+    plain_schema,
+    refused,
+)
 
 OF_TYPE: Mapping[str, frozenset[str]] = {
     "string": frozenset("pattern format minLength maxLength".split()),
@@ -42,9 +48,6 @@ LARGEST = 2**63
 def check_schema(root: Any) -> None:
     """Check that each keyword of a schema is one that is kept.
 
-    Args:
-        root: What its JSON gives.
-
     Raises:
         RequestError: one is not; the message says where it stands.
     """
@@ -58,7 +61,7 @@ def check_schema(root: Any) -> None:
         if isinstance(schema, bool):
             continue
         if not isinstance(schema, dict):
-            raise _refused(path, f"{schema!r:.80} is no schema; give an object or a boolean")
+            raise refused(path, f"{schema!r:.80} is no schema; give an object or a boolean")
         keywords = {*schema} - ANNOTATIONS - ({"$id"} if path == "#" else set())
         deciding = [keyword for keyword in DECIDING if keyword in keywords]
         if deciding:
@@ -70,7 +73,7 @@ def check_schema(root: Any) -> None:
         waiting += _parts(path, schema)
     for path, target in references:
         if target not in seen or _circular(seen, target):
-            raise _refused(
+            raise refused(
                 path,
                 f"$ref {target!r:.80} is no schema of this document, or itself; refer to one that "
                 "is, such as '#' or '#/$defs/NAME'",
@@ -84,7 +87,7 @@ def check_pattern(path: str, pattern: Any) -> None:
         RequestError: it does, or is no string.
     """
     if not isinstance(pattern, str):
-        raise _refused(path, "a pattern is a string")
+        raise refused(path, "a pattern is a string")
     spared = r"\[\^(?:[^\]\\]|\\.)*\]"  # what a negated class leaves out
     text = re.sub(spared, "", pattern, flags=re.DOTALL)
     for escape in re.finditer(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|[\"\x00-\x1f]", text):
@@ -93,7 +96,7 @@ def check_pattern(path: str, pattern: Any) -> None:
         if (code is not None and (code < 32 or chr(code) in '"\\')) or (
             code is None and (found in '"\\ntrfv0cux' or found < " ")
         ):
-            raise _refused(
+            raise refused(
                 path,
                 f"the pattern {pattern!r:.80} asks for {escape[0]!r}, which a string of JSON holds "
                 "only as an escape; leave it out",
@@ -106,18 +109,18 @@ def _check_deciding(path: str, schema: dict, deciding: str, keywords: set[str]) 
     if values is not None:
         beside -= {"type"}
         if not isinstance(values(), list) or not values():
-            raise _refused(path, "enum: give a list of values")
+            raise refused(path, "enum: give a list of values")
         for value in values():
             _check_value(path, value, schema.get("type"))
     if beside:
-        raise _refused(
+        raise refused(
             path,
             f"{', '.join(sorted(beside))} beside {deciding} would not be kept; say it inside",
         )
     if deciding in ("anyOf", "oneOf", "allOf"):
         options = schema[deciding]
         if not isinstance(options, list) or not options:
-            raise _refused(path, f"{deciding}: give a list of schemas")
+            raise refused(path, f"{deciding}: give a list of schemas")
 
 
 def _check_types(path: str, schema: dict, keywords: set[str]) -> None:
@@ -127,13 +130,13 @@ def _check_types(path: str, schema: dict, keywords: set[str]) -> None:
         types = [kind for kind in ("object", "array") if keywords & OF_TYPE[kind]][:1]
         if keywords and not types:
             given = ", ".join(sorted(keywords))
-            raise _refused(path, f"{given} is not kept without a type; give one")
+            raise refused(path, f"{given} is not kept without a type; give one")
     known = [kind for kind in types if isinstance(kind, str) and kind in OF_TYPE]
     if len(known) < len(types) or (named == []):
-        raise _refused(path, f"type {named!r:.80}; allowed are {', '.join(OF_TYPE)}")
+        raise refused(path, f"type {named!r:.80}; allowed are {', '.join(OF_TYPE)}")
     kept = frozenset().union(*(OF_TYPE[kind] for kind in known)) | {"type"}
     if left := sorted(keywords - kept):
-        raise _refused(
+        raise refused(
             path,
             f"{', '.join(left)} is not kept for {' or '.join(known)}; kept are "
             f"{', '.join(sorted(kept))}",
@@ -148,10 +151,10 @@ def _check_string(path: str, schema: dict) -> None:
     ways = [key for key in ("pattern", "format") if key in schema]
     ways += ["minLength or maxLength"] if {"minLength", "maxLength"} & {*schema} else []
     if len(ways) > 1:
-        raise _refused(path, f"{' and '.join(ways)} are not kept together; give one of them")
+        raise refused(path, f"{' and '.join(ways)} are not kept together; give one of them")
     if "format" in schema and schema["format"] not in FORMATS:
         found = f"format {schema['format']!r:.40}"
-        raise _refused(path, f"{found} is not kept; kept are {', '.join(sorted(FORMATS))}")
+        raise refused(path, f"{found} is not kept; kept are {', '.join(sorted(FORMATS))}")
     if "pattern" in schema:
         check_pattern(path, schema["pattern"])
 
@@ -159,10 +162,10 @@ def _check_string(path: str, schema: dict) -> None:
 def _check_object(path: str, schema: dict) -> None:
     named, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(named, dict) or not isinstance(required, list):
-        raise _refused(path, "properties is an object of schemas, and required a list of names")
+        raise refused(path, "properties is an object of schemas, and required a list of names")
     missing = [name for name in required if name not in named]
     if missing:
-        raise _refused(path, f"{missing[0]!r:.80} is required; name it in properties too")
+        raise refused(path, f"{missing[0]!r:.80} is required; name it in properties too")
     patterns = _mapping(schema, "patternProperties")
     for pattern in patterns:
         check_pattern(path, pattern)
@@ -170,42 +173,42 @@ def _check_object(path: str, schema: dict) -> None:
     others = schema.get("additionalProperties", False) is not False
     if len(ways) + (others and ways != ["properties"]) > 1 or len(patterns) > 1:
         given = " and ".join([*ways, *["additionalProperties"] * others])
-        raise _refused(path, f"{given} of one object are not kept together; give one of them")
+        raise refused(path, f"{given} of one object are not kept together; give one of them")
     if schema.get("minProperties") and (others or ways != ["properties"]):
-        raise _refused(path, "minProperties is kept only where properties names all that may come")
+        raise refused(path, "minProperties is kept only where properties names all that may come")
     escaped = [
         name for name in named if others and json.dumps(name, ensure_ascii=False)[1:-1] != name
     ]
     if escaped:
         fault = f"the name {escaped[0]!r:.80} is not kept beside others"
-        raise _refused(path, f"{fault}; set additionalProperties to false")
+        raise refused(path, f"{fault}; set additionalProperties to false")
 
 
 def _check_value(path: str, value: Any, named: Any) -> None:
     """Check a value of an enum or a const, to be written as it is, of the types that are named."""
     if isinstance(value, int) and not -LARGEST <= value < LARGEST:
-        raise _refused(path, f"{value!r:.40} has more digits than are kept")
+        raise refused(path, f"{value!r:.40} has more digits than are kept")
     if named is not None:
         types = named if isinstance(named, list) else [named]
         kinds = {OF_JSON.get(type(value), "number")}
         if kinds == {"number"} and value == int(value):
             kinds.add("integer")
         if not kinds & {*types}:
-            raise _refused(path, f"{value!r:.80} is not of type {' or '.join(map(str, types))}")
+            raise refused(path, f"{value!r:.80} is not of type {' or '.join(map(str, types))}")
 
 
 def _parts(path: str, schema: dict) -> Iterator[tuple[str, Any]]:
     """The schemas inside a schema, each with its path."""
-    for key in ("properties", "patternProperties", "$defs", "definitions"):
+    for key in WITH_NAMES:
         for name, part in _mapping(schema, key).items():
             yield f"{path}/{key}/{name}", part
-    for key in ("items", "additionalProperties", "propertyNames"):
+    for key in OF_ONE:
         if key in schema:
             yield f"{path}/{key}", schema[key]
-    for key in ("prefixItems", "anyOf", "oneOf", "allOf"):
+    for key in OF_SEVERAL:
         parts = schema.get(key, [])
         if not isinstance(parts, list):
-            raise _refused(path, f"{key}: give a list of schemas")
+            raise refused(path, f"{key}: give a list of schemas")
         yield from ((f"{path}/{key}/{i}", part) for i, part in enumerate(parts))
 
 
@@ -226,7 +229,3 @@ def _circular(schemas: Mapping[str, Any], path: str) -> bool:
 
 def _mapping(schema: dict, key: str) -> dict:
     return schema[key] if isinstance(schema.get(key), dict) else {}
-
-
-def _refused(path: str, message: str) -> RequestError:
-    return RequestError(f"constraint: at {path:.200}: {message}", "constraint")

@@ -56,9 +56,6 @@ def plain_schema(root: Any) -> Any:
 class _Rewriter:
     """Rewrites one document.
 
-    Args:
-        root: The document.
-
     Attributes:
         definitions: Copies of what was referred to, by name.
         waiting: The like that is not yet rewritten.
@@ -77,9 +74,9 @@ class _Rewriter:
         try:
             made = dict(self._flat(schema))
         except NothingFitsError as error:
-            raise _refused(path, f"no value holds for all of allOf: {error}") from error
+            raise refused(path, f"no value holds for all of allOf: {error}") from error
         except (RecursionError, TypeError) as error:
-            raise _refused(path, "allOf of these schemas is not kept; write them as one") from error
+            raise refused(path, "allOf of these schemas is not kept; write them as one") from error
         if "unevaluatedProperties" in made and not made.keys() & {"$ref", *OF_SEVERAL}:
             made.setdefault("additionalProperties", made.pop("unevaluatedProperties"))
         if isinstance(made.get("$ref"), str):
@@ -284,5 +281,6 @@ def _written(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _refused(path: str, message: str) -> RequestError:
+def refused(path: str, message: str) -> RequestError:
+    """A schema cannot be kept, by what stands at a place of it."""
     return RequestError(f"constraint: at {path:.200}: {message}", "constraint")

@@ -128,12 +128,7 @@ class SamplingParams(RequestParams):
 
 
 class ListView(Sequence[Item]):
-    """The first items of a list that is only ever appended to; none is copied.
-
-    Args:
-        items: The list.
-        count: How many of them.
-    """
+    """The first items of a list that is only ever appended to; none is copied."""
 
     def __init__(self, items: list[Item], count: int) -> None:
         self._items, self._count = items, count
@@ -163,8 +158,6 @@ class RequestOutput:
     """State of a request after a step; while it runs, sequences are views that cost nothing.
 
     Attributes:
-        request_id: Its name.
-        prompt_token_ids: The prompt.
         token_ids: Generated tokens so far, an end token included.
         pieces: Their text so far, piece by piece; see `text`. That of a request that has ended is
             decoded when it is first looked at.
@@ -232,7 +225,6 @@ def check_prompt(
     """Check the token ids of a prompt.
 
     Args:
-        tokens: The ids.
         length: Most tokens of prompt and output.
         positions: Most tokens that the model allows.
         vocabulary: Tokens that it knows.
@@ -267,7 +259,6 @@ class StepResult:
             their tokens, in order.
         prompt_logprobs: Of requests that want them, once all of a prompt's are known: an entry for
             each of its tokens, None for the first.
-        finished: Requests that ended, in their final state.
         candidates: Of requests that are held (`Engine.hold`) and wait for their next token: {token:
             log probability} of the likeliest, most likely first.
         drafts: Of requests that had drafts in the step: the name, how many, and how many of them

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from formats.errors import PTQError
 from inference.server import routes
-from inference.server.data_parallel.fleet import ServedEngine
+from inference.server.fleet import ServedEngine
 from inference.server.formatters import chat, completions, generate, responses
 from inference.server.http.body import read_body
 from inference.server.http.middleware import KeyCheck, RequestLog, RootPath
@@ -46,8 +46,6 @@ ROUTES: list[tuple[str, str, Handler, type[BaseModel] | None, tuple[str, ...]]] 
     ("POST", "/generate", generate.generate, generate.GenerateBody, (JSON, EVENTS)),
     ("POST", "/generate/stream", generate.generate_stream, generate.GenerateBody, (EVENTS,)),
 ]
-
-
 REFS = "#/components/schemas/{model}"
 ERROR = {
     "type": "object",
@@ -82,10 +80,6 @@ READING, WRITING = (400, 401, 404, 405, 500, 503), tuple(STATUSES)
 
 def create_app(client: ServedEngine, settings: ServerSettings) -> FastAPI:
     """The application.
-
-    Args:
-        client: The engine.
-        settings: What the command line said.
 
     Raises:
         CheckpointError: the tokenizer cannot be loaded.

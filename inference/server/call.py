@@ -32,7 +32,6 @@ def sampling_params(body: GenerationBody, **more: Any) -> SamplingParams:
     """How the first answer is decoded; what the body leaves out is as OpenAI has it.
 
     Args:
-        body: What was asked for.
         more: Further fields of the parameters; a `constraint` takes the place of the body's own.
 
     Raises:
@@ -117,17 +116,13 @@ class Call:
     """One request of a client.
 
     Attributes:
-        served: The engine and the tokenizer.
-        prompts: Token ids of each prompt.
         params: How the first answer to each prompt is decoded; the seeds of the others count up.
-        stops: Texts that end an answer.
         n: Answers to each prompt that are given.
         best_of: Answers to each prompt that are tried, of which the likeliest are given.
         tools: What the model may call, if anything.
         beams: How beams are searched for each prompt, in the place of sampling.
         silent: Whether no token is given, only log probabilities of the prompts; the engine makes
             one all the same, which is not counted.
-        usage: Tokens so far.
     """
 
     served: ServedModel

@@ -26,9 +26,9 @@ from formats.namespace import later
 from formats.stored.folder import read_config
 from inference.arguments import read_adapters
 from inference.server.arguments import KEY, parser, queue_limits, sizes
-from inference.server.data_parallel.fleet import EngineFleet, ServedEngine
 from inference.server.engine.process import EngineProcess, EngineSource, places, usable_cores
 from inference.server.engine_client import EngineClient
+from inference.server.fleet import EngineFleet, ServedEngine
 from inference.server.messages import EngineInfo
 from inference.server.settings import Limits, ServerSettings
 from inference.server.vllm import start_vllm

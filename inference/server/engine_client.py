@@ -28,7 +28,6 @@ class Overloaded(EngineError):  # noqa: N818 (it passes)
     """More waits than may (429); nothing was queued.
 
     Args:
-        message: What waits, and what may.
         retry_after: Seconds after which there should be room.
     """
 
@@ -46,14 +45,11 @@ class EngineClient:
 
     Args:
         send: Sends a message there, without waiting.
-        limits: How much may wait.
 
     Attributes:
         state: `starting` until the engine is warm, `ready`, `draining` from `drain` on, `dead`.
         reason: Why it is dead; None before.
-        stats: The engine after its last step.
         requests: Those that have not ended.
-        measures: What was counted and timed of all requests.
         loaded: Whether it was warm once; also of one that died since.
         engines: Itself: `EngineFleet` has all of its engines here.
         routed: Nothing: there is no other engine to choose.
@@ -121,7 +117,6 @@ class EngineClient:
         What only the engine can refuse, such as a grammar, its stream raises when it is first read.
 
         Args:
-            prompt: Token ids.
             params: How it is decoded; the stream looks for its stop texts.
             new_tokens: Those of the prompt that the engine should have to compute; default: all.
 

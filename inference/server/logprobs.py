@@ -26,11 +26,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class TokenTexts:
-    """Bytes and texts of tokens; each is made once.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-    """
+    """Bytes and texts of the tokens of a transformers tokenizer; each is made once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -105,13 +101,11 @@ class CompletionLogprobs:
     before.
 
     Args:
-        texts: Of tokens.
         top: How many of the likeliest tokens are returned.
-        offset: Characters that stand before the first token, such as an echoed prompt's.
     """
 
-    def __init__(self, texts: TokenTexts, top: int, offset: int = 0) -> None:
-        self._texts, self._top, self._offset = texts, top, offset
+    def __init__(self, texts: TokenTexts, top: int) -> None:
+        self._texts, self._top, self._offset = texts, top, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def part(

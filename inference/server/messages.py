@@ -25,8 +25,6 @@ class Submit:
     """Queue a request.
 
     Attributes:
-        name: The request's.
-        prompt: Token ids.
         params: How it is decoded, without stop texts, which the HTTP process looks for; or how
             beams are searched.
     """
@@ -49,8 +47,7 @@ class SetAdapter:
 
     Attributes:
         name: The message's, for its answer.
-        adapter: The name that requests give.
-        path: Its folder; None: it is unloaded.
+        path: The adapter's folder; None: it is unloaded.
     """
 
     name: str
@@ -68,15 +65,10 @@ class EngineInfo:
         vocab_size: Token ids are below it.
         max_batch_size: Most requests that run at once.
         max_batched_tokens: Most tokens of a step.
-        kv_blocks: Blocks of the cache.
-        block_size: Tokens of a block.
         device: Where it runs, such as `cpu` or `cuda:0`.
         quantization: Name of the checkpoint's scheme, such as `a8w8c8`; `float` without one.
         kv_cache: Type of K and V in the cache, such as `int8` or `float32`.
-        pid: Of the engine's process.
-        end_tokens: Those that end the model's outputs.
         speculates: Whether its steps have drafts of the next tokens.
-        adapters: Folders of the adapters that are loaded, by name.
     """
 
     max_model_len: int
@@ -173,8 +165,6 @@ class Refused:
 
     Attributes:
         name: The request's, or that of `SetAdapter`.
-        message: Why.
-        param: The field that is wrong, if it is one.
     """
 
     name: str
@@ -184,12 +174,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Failed:
-    """Requests that a failed step took along; the engine goes on.
-
-    Attributes:
-        names: The requests'.
-        message: What went wrong.
-    """
+    """Requests that a failed step took along; the engine goes on."""
 
     names: list[str]
     message: str
@@ -197,12 +182,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class BeamDone:
-    """A beam search has ended.
-
-    Attributes:
-        name: The request's.
-        hypotheses: The best first.
-    """
+    """A beam search has ended; the best hypothesis is the first."""
 
     name: str
     hypotheses: list[Hypothesis]
@@ -214,7 +194,6 @@ class AdapterSet:
 
     Attributes:
         name: That of `SetAdapter`.
-        adapters: Folders of all that are loaded now, by name.
     """
 
     name: str
@@ -223,11 +202,7 @@ class AdapterSet:
 
 @dataclass(frozen=True)
 class Dead:
-    """The engine cannot go on, or could not be loaded; the process ends.
-
-    Attributes:
-        message: Why.
-    """
+    """The engine cannot go on, or could not be loaded; the process ends."""
 
     message: str
 

@@ -20,8 +20,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from inference.server.data_parallel.fleet import ServedEngine
 from inference.server.engine_client import EngineClient
+from inference.server.fleet import ServedEngine
 from inference.server.open_requests import WHOLE
 
 METHODS = ("GET", "POST", "HEAD", "OPTIONS")
@@ -66,12 +66,7 @@ HISTOGRAMS = [
 
 
 class Metrics(Collector):
-    """What `/metrics` answers; a registry of its own, so that two servers of a process do not mix.
-
-    Args:
-        client: The engines.
-        model: The name that it is served by.
-    """
+    """What `/metrics` answers, with a registry of its own: servers of a process do not mix."""
 
     def __init__(self, client: ServedEngine, model: str) -> None:
         self._client, self._model, self._registry = client, model, CollectorRegistry()
@@ -96,7 +91,6 @@ class Metrics(Collector):
             method: Such as `POST`.
             route: Its template, such as `/v1/models/{model}`; `none` where no route fits.
             status: Of HTTP; 499 where the client left before.
-            seconds: That it took.
         """
         method = method if method in METHODS else "other"  # clients must not make up rows
         self._answers.labels(method, route, status).inc()

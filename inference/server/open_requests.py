@@ -109,11 +109,7 @@ class OpenRequest:
 class OpenRequests:
     """The requests of a client that have not ended, by name.
 
-    Args:
-        limits: How much may wait.
-
     Attributes:
-        measures: What was counted and timed of all requests.
         new_tokens: Tokens of prompts that are still to be computed, of requests without a token.
     """
 

@@ -23,7 +23,7 @@ from formats.chat_template import (
 from formats.errors import RequestError, suggestion
 from inference.prompts import PromptFormat
 from inference.requests.request import check_tokens
-from inference.server.data_parallel.fleet import ServedEngine
+from inference.server.fleet import ServedEngine
 from inference.server.http.responses import ApiError
 from inference.server.logprobs import TokenTexts
 from inference.server.metrics import Metrics
@@ -73,7 +73,6 @@ def check_used(
     Args:
         render: Gives the text of a chat; raises ValueError where the template refuses it.
         messages: The chat, as templates take it.
-        text: Of it.
 
     Raises:
         RequestError: it leaves a field out, which is named.
@@ -171,18 +170,9 @@ class ServedModel:
     Texts are tokenized in a thread with a tokenizer of its own, so that a long one holds no stream
     up; the event loop's decodes.
 
-    Args:
-        client: The engine.
-        settings: What the command line said.
-
     Attributes:
-        client: The engine.
-        settings: What the command line said.
         tokenizer: Of the event loop; decodes.
         texts: Of single tokens.
-        metrics: What is counted and timed.
-        has_template: Whether chats can be rendered.
-        tools: What chats can do with tools.
 
     Raises:
         CheckpointError: the tokenizer cannot be loaded.
@@ -269,8 +259,6 @@ class ServedModel:
         """Token ids of a chat by the model's template; for the tokenizer's thread.
 
         Args:
-            messages: The chat.
-            body: How it is written.
             tools: What the template tells the model of, if anything.
 
         Raises:

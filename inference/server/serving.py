@@ -21,9 +21,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from formats.errors import EngineError
-from inference.server.data_parallel.fleet import ServedEngine
 from inference.server.engine.process import EngineProcess
 from inference.server.engine_client import Unavailable
+from inference.server.fleet import ServedEngine
 from inference.server.http.responses import ApiError, dumps
 from inference.server.messages import EngineInfo
 from inference.server.settings import Limits
@@ -121,9 +121,7 @@ class Serving:
     """An application on a socket before engine processes, until a signal stops it.
 
     Args:
-        app: The ASGI application.
         listener: A bound socket, taken over.
-        client: The engines, as the application sees them.
         processes: Those of its engines, in their order.
         drain_seconds: In which what runs may finish.
         on_ready: Called once the engine is warm.

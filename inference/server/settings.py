@@ -57,8 +57,6 @@ class ServerSettings:
         root_path: Prefix below which all routes answer, too, such as `/llm`; empty for none.
         cors_origins: Web pages from elsewhere that may call, such as `https://example.org`, or `*`.
         log_requests: Log a line a request: route, status, tokens, seconds.
-        log_texts: Log prompts and answers, too.
-        limits: What a client may ask for at most.
     """
 
     model: str

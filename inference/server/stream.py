@@ -72,7 +72,6 @@ class AnswerText:
     """The text of one request's tokens, the same as `Engine.generate` gives.
 
     Args:
-        tokenizer: A transformers tokenizer.
         stop: Texts that end the output; they are not part of it.
         min_tokens: The request's: a stop text ends it no sooner, but no text follows it.
         ends: Tokens that end the output and are no text. Needed only with a constraint, whose text
@@ -141,7 +140,6 @@ class DeltaStream:
         text: Makes text of the tokens, if anything does. An item then has text, log probabilities
             or a finish reason: tokens whose text is held back are part of the next. The request is
             cancelled in the engine where a stop text ends it.
-        over: Whether no item follows.
     """
 
     def __init__(self, name: str, on_cancel: Callable[[str, FinishReason], None]) -> None:

@@ -54,7 +54,6 @@ class Shards:
     """Over how many GPUs vLLM is to spread a model.
 
     Attributes:
-        tensor: GPUs that share each layer.
         pipeline: Groups of them that each hold a part of the layers.
     """
 
@@ -74,7 +73,6 @@ def start_vllm(
     Args:
         arguments: Of `ptq serve`.
         defaults: The same where nothing is given.
-        folder: Of the checkpoint.
         key: What clients have to show, or None.
         further: Options of `vllm serve`, passed on as they are.
 
@@ -148,10 +146,6 @@ def require_vllm(python: str) -> None:
 
 def check_vllm(folder: Path, shards: Shards) -> list[str]:
     """What differs where vLLM serves a checkpoint, a sentence or more each.
-
-    Args:
-        folder: Of the checkpoint.
-        shards: How it is spread.
 
     Raises:
         CheckpointError: it is no checkpoint.

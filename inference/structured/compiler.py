@@ -1,6 +1,7 @@
 """Compiles constraints off the engine's thread and out of its process, and keeps the results.
 
-`HelperLink` is the engine's end of the connection to the process that compiles them.
+`HelperLink` is the engine's end of the connection to the process that compiles them, and
+`GrammarMatcher` follows the compiled grammar of one request.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -20,25 +21,21 @@ from threading import Lock, Thread
 from typing import Any
 from weakref import finalize
 
+import numpy as np
+
 from formats.errors import RequestError
 from inference.requests.constraint import Constraint
 from inference.scheduling.active import MakeMatcher
 from inference.structured.helper import Answer, Bounds
-from inference.structured.matcher import GrammarMatcher
 
 Compiled = tuple[Any, int]  # xgrammar's, and its bytes as JSON
+MOST_KEPT = 64  # compiled grammars
+MOST_BYTES = 256 << 20  # of them together, as JSON
+INSTALL = "pip install 'ptq[structured]'"
 
 
 class HelperLink:
-    """A helper process, from its start to its end; `inference.structured.helper` is the other side.
-
-    Args:
-        info: xgrammar's view of the tokenizer.
-        bounds: What a constraint may take.
-
-    Attributes:
-        process: The helper.
-    """
+    """A helper process; `inference.structured.helper` is the other side of the connection."""
 
     def __init__(self, info: Any, bounds: Bounds) -> None:
         self._info, self._lock = info, Lock()
@@ -111,15 +108,6 @@ def refused(reason: str) -> RequestError:
     return RequestError(f"constraint: {reason}", "constraint")
 
 
-MOST_KEPT = 64  # compiled grammars
-
-
-MOST_BYTES = 256 << 20  # of them together, as JSON
-
-
-INSTALL = "pip install 'ptq[structured]'"
-
-
 class GrammarCompiler:
     """Makes matchers for an engine's requests.
 
@@ -129,7 +117,6 @@ class GrammarCompiler:
     Args:
         tokenizer: A transformers tokenizer, byte-level or SentencePiece.
         vocabulary: Tokens of the model, ids that stand for nothing included.
-        ends: The model's end tokens.
         bounds: What a constraint may take.
 
     Attributes:
@@ -219,3 +206,83 @@ def tokenizer_info(tokenizer: Any, vocabulary: int, ends: Set[int]) -> Any:
     return xgrammar.TokenizerInfo.from_huggingface(
         tokenizer, vocab_size=size, stop_token_ids=sorted(ends) or [vocabulary]
     )
+
+
+class GrammarMatcher:
+    """Follows one output under a compiled grammar.
+
+    Args:
+        words: Of a mask: ceil(vocabulary / 32).
+        stops: Tokens that end this output beside them. Those that are no text come where it may
+            end; the others are text as well.
+
+    Attributes:
+        done: Whether the text is complete, and nothing but its end may come.
+    """
+
+    def __init__(
+        self, compiled: Any, words: int, ends: Set[int], stops: Sequence[int] = ()
+    ) -> None:
+        import xgrammar
+
+        info = compiled.tokenizer_info
+        ends = ends | ({*stops} & {*info.special_token_ids} if stops else set())
+        self._matcher = xgrammar.GrammarMatcher(
+            compiled, override_stop_tokens=sorted(ends) or list(info.stop_token_ids)
+        )
+        self._filled = np.zeros((1, -(-info.vocab_size // 32)), dtype=np.int32)
+        self._ends = np.zeros(words, dtype=np.int32)
+        for token in ends:
+            self._ends.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        self._words, self.done = words, False
+        self._fill()
+
+    def accept(self, token: int) -> bool:
+        """Take the next token; False where it does not match, or no text goes on with it."""
+        if not self._matcher.accept_token(token):
+            return False
+        if self._matcher.is_terminated():
+            self.done = True
+            return True
+        self._fill()
+        return not self.done or self._matcher.is_completed()
+
+    def mask(self, *, ends: bool = True) -> np.ndarray:
+        """Which tokens may come, int32 [ceil(vocabulary / 32)], bit i % 32 of word i // 32.
+
+        Args:
+            ends: Whether end tokens may, if there are others.
+        """
+        return self._allowed(self._filled, ends=ends)
+
+    def masks_behind(self, drafts: Sequence[int], ends: Sequence[bool]) -> list[np.ndarray]:
+        """Which tokens may come next, and after each of some drafts, as if these had come.
+
+        Args:
+            drafts: One token after the other. After the first that may not come, where nothing
+                counts, masks are those before it.
+            ends: As `ends` of `mask`, for each of them.
+
+        Returns:
+            As `mask`, one more than there are drafts.
+        """
+        masks, filled, taken = [self.mask(ends=ends[0])], self._filled.copy(), 0
+        for token, may_end in zip(drafts, ends[1:], strict=True):
+            going = taken == len(masks) - 1 and not self._matcher.is_terminated()
+            if going and self._matcher.accept_token(token):
+                taken += 1
+                if not self._matcher.is_terminated():
+                    self._matcher.fill_next_token_bitmask(filled)
+            masks.append(self._allowed(filled, ends=may_end).copy())
+        if taken:
+            self._matcher.rollback(taken)
+        return masks
+
+    def _allowed(self, filled: np.ndarray, *, ends: bool) -> np.ndarray:
+        allowed = filled[0, : self._words]
+        others = allowed & ~self._ends
+        return allowed if ends or not others.any() else others
+
+    def _fill(self) -> None:
+        self._matcher.fill_next_token_bitmask(self._filled)
+        self.done = not (self._filled[0, : self._words] & ~self._ends).any()

@@ -65,11 +65,7 @@ class Child:
 
 @dataclass
 class Helper:
-    """Compiles what comes through a connection until it ends.
-
-    Args:
-        connection: To the engine.
-    """
+    """Compiles what comes through a connection until it ends."""
 
     connection: Connection
     waiting: deque[tuple[int, str, str]] = field(default_factory=deque)

@@ -138,7 +138,6 @@ class BenchCase:
     """One op on one shape.
 
     Attributes:
-        name: Of the op and shape, for a person.
         shape: What is computed, for peers that compute the same.
         call: call(i, cut) with the i-th set of arguments; `cut` a tile or the like, or None for
             what a model runs.

@@ -10,7 +10,7 @@ int8, 1152 in 16 bits.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,8 +111,7 @@ def cache(
 
 def attention(
     sequences: int, context: int, workspace: Workspace, dtype: torch.dtype = torch.int8,
-    per_token: bool = False, implementation: Callable[..., Tensor] = decode_attention,
-    kind: Kind = LLAMA, keys: torch.dtype | None = None,
+    per_token: bool = False, kind: Kind = LLAMA, keys: torch.dtype | None = None,
 ) -> BenchCase:  # fmt: skip
     """Decode attention of sequences of equal length; `keys` is K's type where it is not V's."""
     pages, name, heads, dim = sequences * context // 64, _name(dtype), kind.kv_heads, kind.dim
@@ -137,7 +136,7 @@ def attention(
             sequences, context, cache=name, heads=kind.heads, kv_heads=heads, dim=dim,
             kind=kind.name,
         ),
-        lambda i, split: implementation(q, each[i], workspace, split=split), copies, nbytes,
+        lambda i, split: decode_attention(q, each[i], workspace, split=split), copies, nbytes,
         lambda y: relative(y, wanted), 4e-3,
         twins=()
         if own.stages or kind.name

@@ -125,7 +125,7 @@ def sampling(rows: int, vocabulary: int, kind: str, workspace: Workspace) -> Ben
     )  # fmt: skip
 
 
-def rope(rows: int, per_token: bool = True, start: int = 0) -> BenchCase:
+def rope(rows: int, start: int = 0) -> BenchCase:
     """Rotation, quantization and cache write from a place on, 32 query and 8 KV heads of 128."""
     pages, dim = -(-rows // 64) * 2, 128
     copies = copies_of(rows * 6144 * 2, most=8)
@@ -134,9 +134,8 @@ def rope(rows: int, per_token: bool = True, start: int = 0) -> BenchCase:
     slots = torch.arange(rows, device="cuda") + start
     shapes = ((pages, 8, 64, dim), (pages, 8, dim, 64))
     pools = [torch.zeros(size, dtype=torch.int8, device="cuda") for size in shapes]
-    shape = (pages, 8, 64) if per_token else (8,)
-    scales = [torch.full(shape, 0.03, device="cuda") for _ in "kv"]
-    turns, pool = (angles.cos(), angles.sin()), KVPool(*pools, *scales, dynamic=per_token)
+    scales = [torch.full((pages, 8, 64), 0.03, device="cuda") for _ in "kv"]
+    turns, pool = (angles.cos(), angles.sin()), KVPool(*pools, *scales, dynamic=True)
 
     def parts(i: int) -> tuple[Tensor, ...]:
         return x[i, :, :32], x[i, :, 32:40], x[i, :, 40:]

@@ -41,7 +41,6 @@ class Published:
 
     Attributes:
         us: Microseconds.
-        kernel: Its name.
         quantizes: Whether quantizing the inputs is part of it.
     """
 

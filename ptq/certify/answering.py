@@ -110,8 +110,8 @@ def measure_answers(pair: Pair, cases: Sequence[Prompt], bar: Any) -> list[list[
     ended = [i for i, first in enumerate(greedy[0]) if _ended(first)]
     due = [(_whole(greedy[0][i])[:-1], _whole(greedy[0][i])[-1:]) for i in ended]
     ends = [likelihoods(engine, due, bar) for engine in pair]
-    for i, a, b in zip(ended, *ends, strict=True):
-        rows[i].values["answers.end"] = (a.total, b.total)
+    for i, (a, _), (b, _) in zip(ended, *ends, strict=True):
+        rows[i].values["answers.end"] = (a, b)
     return [[row] for row in rows]
 
 

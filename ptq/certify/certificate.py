@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 from formats.documents import read_document
 from formats.errors import CheckpointError
@@ -18,8 +17,7 @@ from formats.files import replace_file, sha256_file
 from formats.scheme import Strict
 from formats.stored.folder import CERTIFICATE, CONFIG, MANIFEST, Manifest, WrittenFile
 from inference.bench.figures import environment
-from ptq.certify.figures import MEAN_KL, Figure, Light, Row, judge, overall
-from ptq.certify.measuring import Rows
+from ptq.certify.figures import MEAN_KL, Figure, Light, Row, Rows, judge, overall
 from ptq.certify.setting import LevelName
 from ptq.output import CERTIFICATE_PAGE, REPORT_FOLDER
 from ptq.report.known import MARGIN
@@ -27,7 +25,6 @@ from ptq.version import version
 
 WEIGHTS = (".safetensors", ".gguf")
 AGAIN = "Certify the checkpoint again"
-Fitting = Literal["none", "same", "other"]
 
 
 class Made(Strict):
@@ -35,18 +32,9 @@ class Made(Strict):
 
     Attributes:
         when: Date and time, UTC.
-        version: Of ptq.
-        environment: Processor or GPU, threads, versions.
-        device: Where both models ran.
-        level: How much was measured.
-        seed: Of prompts, tasks and sampling.
         prompts: The file of prompts, as it was given; None for our own text.
-        prompts_sha256: Of that file.
-        against: The original, as it was given.
         against_config: SHA-256 of its config.json.
         weights: SHA-256 of the checkpoint's weight files, by their path in it.
-        seconds: How long it took.
-        processor_seconds: Of processor time.
     """
 
     when: str
@@ -69,11 +57,7 @@ class Certificate(Strict):
 
     Attributes:
         verdict: Of all figures: that of the worst.
-        headline: In a sentence.
         limit: Of the mean KL divergence, which others go by, in nats.
-        limit_from: Where that limit comes from.
-        made: Where it comes from.
-        figures: With their tests.
         rows: What both models made of each case, by part.
     """
 
@@ -135,7 +119,6 @@ def made_now(
     Args:
         folders: Of the original and of the checkpoint.
         given: The original and the prompts, as they were given.
-        sizes: Level, seed and device.
         since: When it began, in seconds of the clock and of the processor.
     """
     against, prompts = given

@@ -188,10 +188,11 @@ def _measure(pair: Pair, case: Context, bar: Any) -> list[Row]:
     rows, width = [], 1 + OTHERS
     for i, question in enumerate(case.questions):
         both = [own[i * width : (i + 1) * width] for own in said]
-        margins = [own[0].total - max(o.total for o in own[1:]) for own in both]
+        margins = [own[0][0] - max(total for total, _ in own[1:]) for own in both]
+        greedy = [own[0][1] for own in both]
         values = {
             f"{case.task}.chosen": (float(margins[0] > 0), float(margins[1] > 0)),
-            f"{case.task}.said": (float(both[0][0].greedy), float(both[1][0].greedy)),
+            f"{case.task}.said": (float(greedy[0]), float(greedy[1])),
             f"{case.task}.margin": (margins[0], margins[1]),
         }
         name = f"{case.name} at {question.depth:g}"

@@ -23,9 +23,6 @@ class Window:
     """Token ids of a piece of text.
 
     Attributes:
-        name: Kind and number.
-        kind: Of the text.
-        ids: Its tokens.
         long: Whether it is there for its late positions alone.
     """
 
@@ -61,11 +58,6 @@ def measure_text(pair: Pair, cases: Sequence[Window], bar: Any) -> list[list[Row
 
 def compare(pair: Pair, ids: Sequence[int], name: str) -> SequenceScores:
     """What both models predict of a text; no more logits are held than of one step.
-
-    Args:
-        pair: Both engines.
-        ids: Token ids.
-        name: Of the text, for the error.
 
     Raises:
         EngineError: logits hold NaN or infinity.

@@ -42,7 +42,6 @@ class Row(Strict):
     """What both models made of one case.
 
     Attributes:
-        case: Its name.
         values: By the figure's name: the original's and the quantized model's.
         counts: Histogram of the KL divergence of its predictions, for quantiles.
         length: Tokens of the context, where that is what is asked about.
@@ -56,22 +55,19 @@ class Row(Strict):
     depth: float = 0.0
 
 
+Rows = dict[str, list[list[Row]]]  # of each part, of each of its cases
+
+
 class Figure(Strict):
     """One figure; the difference is the quantized model's less the original's.
 
     Attributes:
         name: One word with dots.
-        title: For a reader.
-        original: Of the original.
-        quantized: Of the quantized model.
-        difference: Between them.
         interval: 95% interval of the difference.
         limit: How far it may rise, or, where less is worse, fall (then negative).
         test: The test's name; empty where there is none.
         p: That a difference within the limit comes out as far off.
         corrected: The same for all figures together.
-        cases: How many were compared.
-        verdict: See above.
         reason: Of the verdict, in a sentence.
     """
 
@@ -95,7 +91,6 @@ class Spec:
     """How a figure is judged.
 
     Attributes:
-        title: For a reader.
         kind: `mean` of what may rise or fall, `apart` of what may do neither, `share` of yes among
             cases, `quantile` of KL divergences, or `shown`.
         limit: Most that may be lost.
@@ -164,7 +159,6 @@ def judge(rows: Iterable[Row], mean_kl: float = MEAN_KL) -> list[Figure]:
     """All figures that the rows tell of, in the order of `SPECS`, with their verdicts.
 
     Args:
-        rows: Of all cases.
         mean_kl: Limit of the mean KL divergence, which others go by.
     """
     values, counts = defaultdict[str, list[tuple[float, float]]](list), list[dict[int, int]]()

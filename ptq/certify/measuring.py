@@ -1,18 +1,24 @@
-"""Runs all parts of a certificate on both models, or, to verify one, a sample of its cases."""
+"""One certificate, made or verified: all parts of it on both models, or a sample of their cases."""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from formats.checkpoint.read import Checkpoint
 from formats.command import bar
-from formats.errors import RequestError
+from formats.errors import CheckpointError, RequestError
+from formats.files import sha256_file
+from formats.gguf.locate import locate_model
 from formats.namespace import later
+from formats.stored.folder import CERTIFICATE, CONFIG
 from formats.tokenizer import load_tokenizer
 from inference.backend import choose_backend
 from inference.config import EngineConfig
@@ -20,17 +26,28 @@ from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
 from inference.transformers_code.choose import read_shape
 from ptq.certify.answering import answer_cases, measure_answers
+from ptq.certify.certificate import (
+    Certificate,
+    certificate_of,
+    differences,
+    kl_limit,
+    made_now,
+    other_files,
+    read_certificate,
+    write_certificate,
+)
 from ptq.certify.context import context_cases, measure_contexts
 from ptq.certify.divergence import measure_text, text_cases
-from ptq.certify.figures import TASKS, Row
+from ptq.certify.figures import TASKS, Row, Rows
 from ptq.certify.objects import measure_objects, object_cases
+from ptq.certify.page import render
 from ptq.certify.setting import LEVELS, LevelName, Pair, Setting, read_texts
+from ptq.output import CHECKPOINT_FOLDER
 
 with later():
     from ptq.evaluate import evaluation  # lm-eval, which only tasks need
 
 PLACES, STEP = 16, 1024  # requests that run at once; tokens of a step, whose logits are held
-Rows = dict[str, list[list[Row]]]  # of each part, of each of its cases
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,6 @@ class Part:
     """One part of the measurement.
 
     Attributes:
-        title: For the progress bar.
         cases: What is asked; follows from the setting.
         measure: Gives each case's rows. A case's rows do not depend on the others.
         steps: How often the bar is moved on by a case.
@@ -91,10 +107,7 @@ def open_setting(
 
     Args:
         folders: Of the original and of the checkpoint.
-        level: How much is measured.
-        seed: Of all that is drawn.
         prompts: Text in the place of our own; None for that.
-        device: Where both will run.
 
     Raises:
         CheckpointError: a folder is damaged.
@@ -163,3 +176,89 @@ def _run(pair: Pair, part: Part, cases: Sequence[Any], progress: bool) -> list[l
     total = part.steps * len(cases)
     with bar(title=part.title, unit="step", total=total, shown=progress) as shown:
         return part.measure(pair, cases, shown)
+
+
+def certify(
+    folder: Path,
+    against: Path,
+    *,
+    level: LevelName = "quick",
+    prompts: Path | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    progress: bool = True,
+) -> Certificate:
+    """Measure a checkpoint against its original, and write its certificate into it.
+
+    Args:
+        against: The original: a folder, or `organization/model` on the hub.
+        prompts: Text or chats in the place of our own text.
+        device: Where both run; `auto` is a GPU where there is one.
+
+    Raises:
+        CheckpointError: a model is damaged, or the certificate cannot be written.
+        RecipeError: the prompts cannot be read.
+        RequestError: the models are of different vocabularies.
+        EngineError: a model gives NaN or infinity.
+    """
+    since = time.monotonic(), time.process_time()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    folders = locate_model(against), folder
+    setting = open_setting(folders, level, seed, prompts, device)
+    pair = open_pair(folders, setting, device)
+    rows = measure(pair, setting, progress=progress)
+    made = made_now(folders, (str(against), prompts), (level, seed, device), since)
+    found = certificate_of(rows, made, kl_limit(folder))
+    named = folder.absolute()
+    title = named.parent.name if named.name == CHECKPOINT_FOLDER else named.name
+    write_certificate(folder, found, render(found, title))
+    return found
+
+
+def verify(
+    folder: Path,
+    *,
+    against: Path | None = None,
+    prompts: Path | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> tuple[int, list[str]]:
+    """Measure a sample of a checkpoint's certificate again.
+
+    Args:
+        against: The original, where it is not where it was.
+        prompts: Likewise.
+
+    Returns:
+        How many cases were measured, and a sentence on each difference; each names its figure.
+
+    Raises:
+        CheckpointError: there is no certificate, or the original is another model.
+        RequestError: the prompts are others.
+    """
+    found = read_certificate(folder)
+    if found is None:
+        raise CheckpointError(
+            f"{folder}: found no {CERTIFICATE}; make it with `ptq certify {folder} --against MODEL`"
+        )
+    made = found.made
+    others = other_files(folder, found)
+    if others:
+        return 0, [f"the weights: {', '.join(others)} changed since they were certified"]
+    original = locate_model(against or Path(made.against))
+    if sha256_file(original / CONFIG) != made.against_config:
+        raise CheckpointError(
+            f"{original}: its {CONFIG} is not that of the original that was compared; give that "
+            "with --against"
+        )
+    prompts = prompts or (None if made.prompts is None else Path(made.prompts))
+    if prompts is not None and sha256_file(prompts) != made.prompts_sha256:
+        raise RequestError(f"--prompts: {prompts} is not the file of the certificate; give that")
+    folders = original, folder
+    setting = open_setting(folders, made.level, made.seed, prompts, made.device)
+    pair = open_pair(folders, setting, made.device)
+    numbers = sample(found.rows, seed)
+    again = measure_again(pair, setting, numbers, progress=progress)
+    count = sum(map(len, numbers.values()))
+    return count, list(differences(found.rows, numbers, again))

@@ -117,13 +117,13 @@ def measure_objects(pair: Pair, cases: Sequence[Wanted], bar: Any) -> list[list[
     asked = [(case.ids, case.right) for case in cases]
     said = [likelihoods(engine, asked, bar) for engine in pair]
     rows = []
-    for case, *both, a, b in zip(cases, *texts, *said, strict=True):
+    for case, *both, (a, _), (b, _) in zip(cases, *texts, *said, strict=True):
         judged = [_judged(case, text) for text in both]
         values = {
             f"objects.{name}": (float(judged[0][i]), float(judged[1][i]))
             for i, name in enumerate(("parse", "fit", "right"))
         }
-        values["objects.likelihood"] = (a.total / a.tokens, b.total / b.tokens)
+        values["objects.likelihood"] = (a / len(case.right), b / len(case.right))
         rows.append([Row(case=case.name, values=values)])
     return rows
 

@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 
 from ptq.certify.certificate import Certificate
 from ptq.certify.figures import Figure, Row, mean_by
-from ptq.report.page.figure import (
-    LIMIT,
-    ORIGINAL,
-    QUANTIZED,
-    STYLE,
-    draw_dot,
-    figure_of,
-    new_panel,
-    svg_text,
-)
-from ptq.report.page.html import html_page
-from ptq.report.page.section import Plot, Point, Section, Table, Top
+from ptq.report.page.figure import LIMIT, ORIGINAL, QUANTIZED, draw_dot, new_panel
+from ptq.report.page.page import Plot, Point, Section, Table, Top, drawn, html_page
 from ptq.text import duration_text
 
 HEADER = tuple("figure original quantized difference interval limit p verdict".split())
@@ -58,13 +47,7 @@ def summary_rows(certificate: Certificate) -> list[tuple[str, ...]]:
 def render(certificate: Certificate, title: str) -> str:
     """The page as HTML that needs nothing else."""
     sections = list(_sections(certificate))
-    with rc_context(STYLE):
-        plots = {
-            plot.name: tuple(svg_text(figure_of(axes)) for axes in plot.draw())
-            for section in sections
-            for plot in section.plots
-        }
-    return html_page(_top(certificate, title), sections, plots)
+    return html_page(_top(certificate, title), sections, drawn(sections))
 
 
 def _top(certificate: Certificate, title: str) -> Top:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from calibrate.sources import guess_columns, local_documents, plain_text, stdlib_documents
 from formats.chat_template import read_messages, render_chat
@@ -63,9 +63,6 @@ class Setting:
 
     Attributes:
         level: The sizes.
-        seed: Of all that is drawn.
-        texts: Text by its kind.
-        tokenizer: A transformers tokenizer.
         length: Most tokens of a sequence that both models allow.
     """
 
@@ -95,15 +92,11 @@ class Setting:
         return [ids for ids in found if len(ids) > length // 2]
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Both engines, idle."""
 
     original: Engine
     quantized: Engine
-
-    def __iter__(self) -> Any:
-        return iter((self.original, self.quantized))
 
 
 def read_texts(prompts: Path | None, tokenizer: Any) -> dict[str, str]:
@@ -111,7 +104,6 @@ def read_texts(prompts: Path | None, tokenizer: Any) -> dict[str, str]:
 
     Args:
         prompts: As calibration data: a table with a column of text or of chats, or text.
-        tokenizer: Renders chats.
 
     Raises:
         RecipeError: it cannot be read, or holds too little.
@@ -149,22 +141,12 @@ def _prose() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-@dataclass(frozen=True)
-class Said:
-    """A continuation's log probability, of so many tokens, and whether it is greedy."""
-
-    total: float
-    tokens: int
-    greedy: bool
-
-
 def likelihoods(
     engine: Engine, asked: Sequence[tuple[Sequence[int], Sequence[int]]], bar: Any
-) -> list[Said]:
-    """Of each (context, continuation); what contexts have in common is computed once."""
+) -> list[tuple[float, bool]]:
+    """Log probability of each (context, continuation)'s latter, and whether it is greedy.
+
+    What contexts have in common is computed once.
+    """
     prompts = [[*context, *continuation] for context, continuation in asked]
-    found = answers.likelihoods(engine, prompts, [len(context) for context, _ in asked], bar)
-    return [
-        Said(total, len(continuation), greedy)
-        for (total, greedy), (_, continuation) in zip(found, asked, strict=True)
-    ]
+    return answers.likelihoods(engine, prompts, [len(context) for context, _ in asked], bar)

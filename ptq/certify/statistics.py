@@ -33,7 +33,6 @@ def sign_flip(losses: Floats, limit: float = 0.0) -> float:
 
     Args:
         losses: One a case [n].
-        limit: What may be lost.
     """
     own = losses - limit
     if not len(own) or own.mean() <= 0:

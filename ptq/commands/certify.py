@@ -17,13 +17,12 @@ from formats.command import CommandParser, device
 from formats.errors import RequestError
 from formats.gguf.locate import locate_model
 from formats.namespace import later
-from ptq.commands.arguments import add_quiet
+from ptq.commands.shared import add_quiet
 from ptq.output import CERTIFICATE_PAGE
 from ptq.text import format_table, typed_path
 
 with later():
-    from ptq.certify import page
-    from ptq.certify import run as runs
+    from ptq.certify import measuring, page
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = not arguments.quiet
     folder = locate_model(arguments.checkpoint, progress=progress)
     if arguments.verify:
-        count, differences = runs.verify(folder, **given, progress=progress)
+        count, differences = measuring.verify(folder, **given, progress=progress)
         print(
             "\n".join(f"NOT THE SAME: {line}" for line in differences)
             or f"verified: {count} cases gave the same digits"
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.against is None:
         raise RequestError("--against: give the original model, which the checkpoint was made from")
     level, device = arguments.level, arguments.device
-    found = runs.certify(folder, **given, level=level, device=device, progress=progress)
+    found = measuring.certify(folder, **given, level=level, device=device, progress=progress)
     print(format_table(page.summary_rows(found)))
     print()
     for figure in found.figures:

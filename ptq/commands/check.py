@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
 from formats.namespace import later
-from ptq.commands.arguments import add_recipe_arguments, overrides_of
+from ptq.commands.shared import add_recipe_arguments, overrides_of
 from ptq.recipe.reading import read_recipe
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from pathlib import Path
 from formats.command import CommandParser
 from formats.gguf.locate import is_gguf, locate_source
 from formats.namespace import later
-from ptq.commands.arguments import add_quiet
+from ptq.commands.shared import add_quiet
 from ptq.convert import FLOAT_TYPES, TARGETS
 
 with later():

@@ -23,7 +23,7 @@ from formats.errors import RequestError
 from formats.files import replace_file
 from formats.namespace import later
 from inference.arguments import add_engine_arguments, open_engine
-from ptq.commands.arguments import add_quiet
+from ptq.commands.shared import add_quiet
 from ptq.text import format_table, typed_path
 
 if TYPE_CHECKING:

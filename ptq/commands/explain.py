@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from formats.command import CommandParser
 from formats.namespace import later
-from ptq.commands.arguments import add_recipe_arguments, overrides_of
+from ptq.commands.shared import add_recipe_arguments, overrides_of
 from ptq.recipe.reading import read_recipe
 
 with later():

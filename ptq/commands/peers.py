@@ -20,7 +20,7 @@ from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.lock import output_locked
 from formats.namespace import later
-from ptq.commands.arguments import add_quiet, add_recipe_arguments, overrides_of
+from ptq.commands.shared import add_quiet, add_recipe_arguments, overrides_of
 from ptq.output import PEERS_FILE
 from ptq.recipe.draft import Override
 from ptq.recipe.peers import QUANTIZERS

@@ -25,7 +25,7 @@ from formats.errors import RecipeError
 from formats.gguf.locate import locate_model
 from formats.hub import is_hub_id
 from ptq.commands import run
-from ptq.commands.arguments import add_quiet, add_settings
+from ptq.commands.shared import add_quiet, add_settings
 from ptq.recipe.budget import LIMITS, Target
 from ptq.recipe.own_model import (
     OTHER_NAMES,

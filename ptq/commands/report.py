@@ -16,7 +16,7 @@ from pathlib import Path
 from formats.command import CommandParser
 from formats.lock import output_locked
 from formats.namespace import later
-from ptq.commands.arguments import add_quiet
+from ptq.commands.shared import add_quiet
 from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.reading import output_override, read_recipe
 from ptq.text import format_table, typed_path

@@ -17,8 +17,14 @@ from formats.errors import RecipeError
 from formats.hub import hide_progress
 from formats.lock import output_locked
 from formats.namespace import later, require_own_packages
-from ptq.commands.arguments import add_quiet, add_recipe_arguments, overrides_of
-from ptq.commands.next_steps import checkpoint_lines, forced_command, next_commands
+from ptq.commands.shared import (
+    add_quiet,
+    add_recipe_arguments,
+    checkpoint_lines,
+    forced_command,
+    next_commands,
+    overrides_of,
+)
 from ptq.output import RECIPE_FILE, REPORT_FOLDER, is_taken
 from ptq.recipe.reading import LoadedRecipe, read_recipe
 from ptq.text import format_table, typed_path
@@ -27,7 +33,7 @@ with later():
     import ptq.plan.plan as planning
     import ptq.report.report as reporting
     from ptq import result as results
-    from ptq.certify import run as certifying
+    from ptq.certify import measuring as certifying
     from ptq.convert import beside
     from ptq.evaluate import comparison
     from ptq.pipeline import driver, resume

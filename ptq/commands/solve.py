@@ -22,8 +22,7 @@ from formats.command import CommandParser
 from formats.errors import RecipeError
 from formats.lock import output_locked, refuse_busy
 from formats.namespace import later
-from ptq.commands.arguments import add_quiet
-from ptq.commands.next_steps import checkpoint_lines, next_commands
+from ptq.commands.shared import add_quiet, checkpoint_lines, next_commands
 from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.own_model import is_shipped
 from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe

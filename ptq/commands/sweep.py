@@ -14,21 +14,23 @@ import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from formats.command import CommandParser, bar, count
 from formats.files import replace_file
 from formats.lock import output_locked
 from formats.namespace import later
-from ptq.commands.arguments import add_quiet
+from ptq.commands.shared import add_quiet
 from ptq.sweep.pools import LocalPool, RayPool
 from ptq.sweep.spec import read_spec
 from ptq.sweep.tasks import Outcome, Task, left_to_run, plan_tasks
 from ptq.text import duration_text, typed_path
 
 with later():
+    import pandas
     import torch
 
-    from ptq.sweep import summary
+    from ptq.report import comparison
 
 TABLE = "sweep.md"
 
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{len(outcomes)} of {len(tasks)} tasks have run before")
         if left:
             outcomes |= _run(arguments, left)
-        text = summary.describe(tasks, outcomes)
+        text = describe(tasks, outcomes)
         replace_file(output / TABLE, text.encode())
     print(f"\n{text}")
     print(f"table: {typed_path(output / TABLE)}")
@@ -102,3 +104,48 @@ def _local(arguments: argparse.Namespace, tasks: Sequence[Task]) -> LocalPool:
         gpus = [str(i) for i in range(torch.cuda.device_count())]
         gpus = visible.split(",")[: len(gpus)] if visible else gpus
     return LocalPool(arguments.cpus or cores or 1, gpus)
+
+
+def table(tasks: Sequence[Task]) -> pandas.DataFrame | None:
+    """The figures of all tasks that ran, as `ptq compare` has them; None where none did.
+
+    Runs of one model that were measured on the same tokens stand together, the least KL divergence
+    first; what was measured on other tokens is not to be compared and stands apart.
+    """
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    for task in tasks:
+        if task.has_report:
+            ((name, report),) = comparison.load_reports([task.output]).items()
+            key = task.model, report.evaluation.fingerprint
+            groups.setdefault(key, {})[name] = report
+    models = [model for model, _ in groups]
+    frames = []
+    for (model, fingerprint), reports in groups.items():
+        alone = models.count(model) == 1
+        frame = comparison.table(reports)
+        frame.insert(0, "model", model if alone else f"{model}, tokens {fingerprint[:6]}")
+        frames.append(frame)
+    return pandas.concat(frames, ignore_index=True) if frames else None
+
+
+def describe(tasks: Sequence[Task], outcomes: dict[str, Outcome]) -> str:
+    """The table and what failed, as Markdown."""
+    found: list[Any] = []
+    frame = table(tasks)
+    if frame is not None:
+        found.append(comparison.markdown(frame))
+    missed = [task.name for task in tasks if outcomes[task.name].state == "missed"]
+    if missed:
+        found.append(f"Red: {', '.join(missed)} (their reports tell why).\n")
+    failed = [task for task in tasks if outcomes[task.name].state == "failed"]
+    if failed:
+        lines = [f"{len(failed)} of {len(tasks)} tasks failed:\n"]
+        for task in failed:
+            error = (outcomes[task.name].error or "").replace("\n", "\n  ")
+            lines += [
+                f"- {task.name}: {error}\n",
+                f"      {task.command}\n",
+                f"  Log: {task.log}\n",
+            ]
+        found.append("\n".join(lines))
+    return "\n".join(found)

@@ -17,8 +17,6 @@ def answers(
 
     Args:
         engine: Idle.
-        prompts: Token ids.
-        params: One for each.
         bar: A progress bar, moved on by each answer.
 
     Raises:

@@ -36,7 +36,6 @@ def compare_on(
         devices: Where they run: `cpu`, or GPUs of one kind.
         load: Gives both models on a device; called in the thread that scores with them.
         sequences: Token ids, int64 [T] each, T at least 2.
-        progress: Show a progress bar.
 
     Raises:
         RequestError: there is no sequence, or one has no token to predict.

@@ -32,7 +32,6 @@ class EngineLM(TemplateLM):
         progress: Show a progress bar for the requests of each kind.
 
     Attributes:
-        tokenizer: The engine's.
         max_length: Most tokens of a context with its continuation but for the last.
     """
 
@@ -132,7 +131,6 @@ def sampling_params(options: dict[str, Any], longest: int) -> SamplingParams:
     """How lm-eval's `generation_kwargs` ask to decode.
 
     Args:
-        options: As a task gives them.
         longest: Most tokens of prompt and completion.
 
     Raises:

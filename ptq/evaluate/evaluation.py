@@ -42,7 +42,6 @@ def evaluate(
         num_fewshot: Examples before each item; None leaves it to the task.
         chat: Ask through the model's chat template.
         allow_code: Run what the model has written, where a task does that.
-        progress: Show progress bars.
 
     Raises:
         RequestError: there is no such task, its data cannot be had, or it runs code and that is not

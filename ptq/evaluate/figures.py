@@ -24,12 +24,9 @@ class Metric(Strict):
     """A figure of a task.
 
     Attributes:
-        task: The task's name.
         name: The metric's, as lm-eval calls it.
         value: Of all items.
         stderr: Its standard error; None where lm-eval gives none.
-        higher_is_better: Whether more is better.
-        items: How many there are.
         each: By the number of an item, 1 where the model is right and 0 where it is not; empty for
             metrics that are not shares of right answers.
     """

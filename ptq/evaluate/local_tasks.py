@@ -20,6 +20,10 @@ from __future__ import annotations
 import keyword
 import random
 import re
+import resource
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +32,6 @@ from typing import Any
 from datasets import Dataset
 
 from calibrate.sources import stdlib_documents
-from ptq.evaluate.functions import FUNCTIONS, passes
 
 ITEMS = 200  # of a task, where its source has so many
 CONTEXT = 1200  # characters before what is asked
@@ -36,6 +39,7 @@ NEEDLE_TOKENS = 4096
 WORD = re.compile(r"[A-Za-z_]{4,}")
 Item = dict[str, Any]
 Encode = Callable[[str], Sequence[int]]
+SECONDS, MEMORY = 5, 1 << 30  # of what a model wrote, and bytes
 
 
 @dataclass(frozen=True)
@@ -243,3 +247,99 @@ def task_config(name: str, model: Text) -> dict[str, Any]:
         "metadata": {"version": 1},
         **config,
     }
+
+
+def _head(signature: str, doc: str, tests: str, body: str = "return") -> tuple[str, str]:
+    return f'def {signature}:\n    """{doc}"""\n    {body}', tests
+
+
+FUNCTIONS: tuple[tuple[str, str], ...] = (
+    _head("add(a, b)", "Return the sum of a and b.", "assert add(2, 3) == 5"),
+    _head(
+        "is_empty(items)",
+        "Return True if items has no elements.",
+        "assert is_empty([]) and not is_empty([0])",
+    ),
+    _head("first(items)", "Return the first of items.", "assert first([4, 5, 6]) == 4"),
+    _head("last(items)", "Return the last of items.", "assert last([4, 5, 6]) == 6"),
+    _head("count(items)", "Return the number of items.", "assert count('abcd') == 4"),
+    _head("upper(text)", "Return text in upper case.", "assert upper('aB') == 'AB'"),
+    _head(
+        "larger(a, b)",
+        "Return the larger of the two.",
+        "assert larger(2, 1) == 2",
+        "if a > b:\n        return",
+    ),
+    _head("double(x)", "Return x times two.", "assert double(7) == 14"),
+    _head(
+        "is_none(value)", "Return whether value is None.", "assert is_none(None) and not is_none(0)"
+    ),
+    _head(
+        "keys(mapping)",
+        "Return a list of the keys of mapping.",
+        "assert list(keys({'a': 1, 'b': 2})) == ['a', 'b']",
+    ),
+    _head(
+        "join(parts)", "Join the strings in parts with commas.", "assert join(['a', 'b']) == 'a,b'"
+    ),
+    _head(
+        "reverse(items)",
+        "Return items in reverse order, as a list.",
+        "assert list(reverse([1, 2, 3])) == [3, 2, 1]",
+    ),
+    (
+        "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y =",
+        "assert Point(1, 2).y == 2",
+    ),
+    (
+        "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
+        "    def push(self, item):\n        self.items.",
+        "s = Stack(); s.push(3); assert s.items == [3]",
+    ),
+    (
+        "def total(values):\n    result = 0\n    for value in values:\n        result +=",
+        "total([1, 2])",
+    ),
+    _head(
+        "contains(items, item)",
+        "Return whether item is in items.",
+        "assert contains([1, 2], 2) and not contains([1, 2], 3)",
+    ),
+)
+
+
+def passes(code: str, tests: str) -> bool:
+    """Whether code runs, and its tests hold, in a process of its own.
+
+    It is isolated from the user's packages and environment and works in an empty folder that is
+    removed; its time, memory, files and processes are limited. That keeps a model's mistakes from
+    doing harm, and is no prison for code that means harm: allow it for models that are trusted.
+
+    Args:
+        tests: Statements that raise where it is wrong.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", f"{code}\n\n{tests}\n"],
+                cwd=folder,
+                env={},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=SECONDS,
+                preexec_fn=_limit,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0
+
+
+def _limit() -> None:
+    """Bound what the process may use, before it runs what a model wrote."""
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -41,14 +41,12 @@ class PeerRow(Strict):
     Attributes:
         name: Of the catalogue.
         method: What it does, in a few words.
-        package: Its distribution.
-        version: Of that; None where it is not installed.
+        version: Of the package; None where it is not installed.
         threads: Threads that it was allowed.
         seconds: Wall time of its quantization alone, without loading the model, unless it
             quantizes while it loads.
         peak_rss_bytes: Largest resident memory of its process up to the end of the quantization.
         accuracy: Against the original; None where it failed.
-        error: Why it failed.
     """
 
     name: str
@@ -63,15 +61,7 @@ class PeerRow(Strict):
 
 
 class PeersRecord(Strict):
-    """What `peers.json` holds.
-
-    Attributes:
-        model: The original.
-        calibration: The tokens that the peers were given.
-        evaluation: The tokens that they were compared on.
-        environment: Processor, threads and versions of the measurement.
-        peers: What they made of the model.
-    """
+    """What `peers.json` holds."""
 
     model: ModelSummary
     calibration: CalibrationSummary
@@ -88,15 +78,7 @@ def measure_peers(
     *,
     progress: bool = True,
 ) -> tuple[PeerRow, ...]:
-    """Measure the peers of a recipe; what they print is in `peers/` below its output path.
-
-    Args:
-        recipe: Its report says which peers.
-        original: The model that they are compared with.
-        calibration: Tokens that they may calibrate on.
-        evaluation: Tokens that they are compared on.
-        progress: Show a progress bar.
-    """
+    """Measure the peers of a recipe; what they print is in `peers/` below its output path."""
     logs = recipe.output.path / PEER_LOGS
     logs.mkdir(parents=True, exist_ok=True)
     rows = []

@@ -26,7 +26,6 @@ class QuantizeJob:
     """What an adapter is given.
 
     Attributes:
-        model: Folder of the model.
         options: The adapter's own, from the catalogue of peers.
         calibration: Token ids, int64 [tokens] each, without padding.
         scratch: A folder for files, removed by the parent.

@@ -10,17 +10,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from formats.strict import Strict
 
 Target = Literal["cpu", "gpu", "vllm"]
-
-
 LIMITS = ("kl", "perplexity_ratio", "bytes", "bits")
-
-
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
 UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-
-
 _SIZE = re.compile(r"([\d.]+(?:e\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 

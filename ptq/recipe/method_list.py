@@ -16,7 +16,6 @@ def method_fault(
 
     Args:
         methods: In the order given.
-        scheme: Of the recipe.
         layers: Of linear layers that have a scheme of their own.
     """
     names = ", ".join(method.name for method in methods) or "none"
@@ -32,8 +31,22 @@ def method_fault(
         )
     else:
         found = None
+    found = found or _super_block_fault(methods, (scheme, *layers))
     misfits = (method.misfit(scheme, (scheme, *layers)) for method in methods)
     return found or next(filter(None, misfits), None) or _order_fault(methods, names)
+
+
+def _super_block_fault(methods: Sequence[MethodSpec], layers: Sequence[LayerScheme]) -> str | None:
+    """Methods that make other scales and minima than those of Q4_K, where these are wanted."""
+    wanted = any(layer.weights is not None and layer.weights.super_blocks for layer in layers)
+    wrong = [m.name for m in methods if m.stage >= Stage.ROUND and not m.makes_super_blocks]
+    if not wanted or not wrong:
+        return None
+    able = " or ".join(name for name, spec in METHODS.items() if spec.makes_super_blocks)
+    return (
+        f"found {wrong[0]}; scales and minima of Q4_K, of two levels, are made by {able} alone: "
+        "use one of these, or a scheme with integer zero points or none"
+    )
 
 
 def _rounding_fault(methods: Sequence[MethodSpec], names: str, scheme: Scheme) -> str | None:

@@ -65,7 +65,6 @@ def describe(error: ValidationError, model: type[BaseModel], data: Any) -> list[
 
     Args:
         error: Raised by `model`.
-        model: The recipe's model.
         data: What was validated, methods as mappings of their name to their options.
 
     Returns:

@@ -57,7 +57,6 @@ class Advice:
 
     Attributes:
         recipe: Name of a shipped recipe; "" where none is better.
-        reason: Why.
         command: What runs it on the same model and data; "" without a recipe.
     """
 
@@ -71,7 +70,6 @@ def advise(data: ReportData, *, save: bool) -> Advice:
     float.
 
     Args:
-        data: What was measured.
         save: Whether the run is good, so that more can be saved.
     """
     find = _smaller if save else _better

@@ -20,8 +20,7 @@ from ptq.plan.plan import ModelSummary
 from ptq.recipe.schema import Recipe, ThresholdsSpec
 from ptq.report.known import MARGIN, Known, least
 from ptq.report.measured.attribution import Attribution
-from ptq.report.measured.completions import Completion
-from ptq.report.measured.drafts import DraftPair
+from ptq.report.measured.generated import Completion, DraftPair
 from ptq.report.outliers import OutlierRow
 from ptq.result import CalibrationSummary, QuantizationRecord
 from ptq.search.record import BudgetRecord
@@ -33,7 +32,6 @@ class Check(Strict):
 
     Attributes:
         name: Its key in the recipe.
-        measured: The figure.
         limit: The recipe's threshold, or what its scheme is known to lose with a margin.
         upper: Whether the limit is an upper bound; otherwise it is a lower one.
         holds: Whether the figure keeps it, or, of what is known, may do so by its interval; a
@@ -94,31 +92,21 @@ class ReportData(Strict):
     """Everything that was measured, and the verdict.
 
     Attributes:
-        title: Model and scheme.
-        provenance: When, where and with what it was measured.
         passed: Whether every limit holds; True where there is none.
         checks: The recipe's thresholds beside what was measured; where it has none, what its scheme
             is known to lose.
         known: Where the latter was measured; None where the recipe has thresholds, or nothing is
             known of its scheme by its methods.
         failures: Sentences for those that do not hold.
-        model: The original.
         scheme: Such as `a8w8c8`.
-        accuracy: Quantized against original.
         sizes: Bytes of both.
         speed: Tokens per second of both; None where the recipe does not ask for it.
         evaluation: The tokens that accuracy was measured on.
         quantization: Record of the run: times, memory, calibration tokens, smoothing, errors of
             modules.
-        scale_table: Every scale with its origin.
-        kv_scales: Scales of the cache, layer by layer.
         outliers: Channels of the inputs that calibration saw, as quantized: after smoothing.
-        environment: Processor, threads and versions of the measurement.
         seconds: Wall time of the comparison and of the measurement of speed.
         recipe: The resolved recipe as YAML, with full paths: `ptq run` on it repeats the run.
-        peers: What other tools made of the same model.
-        tasks: What both models make of standard tasks.
-        completions: What both models make of the same prompts.
         drafts: Tokens a step with drafts of the layer that predicts further tokens, on the starts
             of the evaluation's sequences; None where there is no such layer, or none that runs.
         budget: What was chosen for a budget, and from what; None where the recipe has none.

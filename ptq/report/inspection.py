@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -33,11 +32,9 @@ class Inspection(Strict):
 
     Attributes:
         model_type: Such as `llama`.
-        scheme: What is quantized.
-        wac: Its short name.
+        wac: The scheme's short name.
         only_here: Why no other software opens it, and what changes that; None where others do.
         layers: What is quantized otherwise: how, and full names of the layers.
-        sizes: By kind of tensor.
         scales: One row for each scale tensor, as in the scale table; only tensor, shape and range
             where the checkpoint, of other software, has no such table.
         outliers: Outlier channels, those that stand out most first.
@@ -61,7 +58,6 @@ def inspect(checkpoint: Checkpoint, pattern: str | None = None, channels: int = 
     """Look into a checkpoint.
 
     Args:
-        checkpoint: Float or quantized.
         pattern: Only modules whose name contains it, or matches it where it has `*` or `?`.
         channels: Largest channels that are named of each tensor.
 
@@ -110,20 +106,16 @@ def _scales(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     for name in checkpoint.names():
         if name.endswith("_scale"):
             module, _, role = name.removesuffix("_scale").rpartition(".")
-            scale = checkpoint.scale(name)
-            ends = {"scale_min": scale.min().item(), "scale_max": scale.max().item()}
-            rows.append(
-                {"module": module, "role": role, "tensor": name, "shape": list(scale.shape)} | ends
-            )
+            rows.append(_scale_of(module, role, name, checkpoint.scale(name)))
     for attention, pair in checkpoint.kv_scales.items():
-        rows += map(partial(_cache_row, attention), ("k", "v"), pair)
+        for kind, scale in zip("kv", pair, strict=True):
+            rows.append(_scale_of(attention, f"{kind}_cache", f"{attention}.{kind}_scale", scale))
     return rows
 
 
-def _cache_row(attention: str, kind: str, scale: Tensor) -> dict[str, Any]:
+def _scale_of(module: str, role: str, tensor: str, scale: Tensor) -> dict[str, Any]:
     ends = {"scale_min": scale.min().item(), "scale_max": scale.max().item()}
-    row = {"module": attention, "role": f"{kind}_cache", "tensor": f"{attention}.{kind}_scale"}
-    return row | {"shape": list(scale.shape)} | ends
+    return {"module": module, "role": role, "tensor": tensor, "shape": list(scale.shape)} | ends
 
 
 def _sizes(checkpoint: Checkpoint) -> tuple[SizeRow, ...]:
@@ -160,7 +152,6 @@ def describe(found: Inspection, top: int) -> list[str]:
     """Lines for a terminal.
 
     Args:
-        found: What was found.
         top: Outlier channels to list, of weights and of activations each.
     """
     nbytes = sum(row.nbytes for row in found.sizes)

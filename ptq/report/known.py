@@ -30,12 +30,9 @@ class Known(Strict):
     """What one recipe cost on one model.
 
     Attributes:
-        model: Its name.
-        family: Its `model_type`.
-        parameters: How many it has.
+        family: The model's `model_type`.
         original_bits: Bits of a weight in the file that it was made from, 16 as a rule. Of what
             was 4 bits before, int4 weights lose less than others would.
-        recipe: The shipped recipe's name.
         scheme: What was quantized, as a report names it.
         methods: Their names, as a table of runs has them.
         weights: Their bytes as a factor of the original's; None where that was not kept, as below.
@@ -47,9 +44,7 @@ class Known(Strict):
         decode: The same of decoding.
         seconds: Of the quantization.
         text: What it was measured on.
-        device: What the two models ran on.
         made: Year, month and day.
-        version: Of ptq.
     """
 
     model: str

@@ -43,8 +43,7 @@ from ptq.report.data import (
 )
 from ptq.report.known import nearest
 from ptq.report.measured.attribution import Attribution, attribute, references
-from ptq.report.measured.completions import complete
-from ptq.report.measured.drafts import measure_drafts
+from ptq.report.measured.generated import complete, measure_drafts
 from ptq.report.measured.unrounded import UnroundedCheckpoint, is_the_original
 from ptq.report.outliers import activation_outliers
 from ptq.report.parts.peers import method_names
@@ -74,11 +73,9 @@ def measure(
     """Run both models and gather the report's data.
 
     Args:
-        result: The finished quantization.
         plan: What it followed; its recipe says what is measured.
         evaluation: The recipe's evaluation tokens; None reads them.
         ordered: What a search for a budget has found, and measured on them.
-        progress: Show progress bars.
 
     Raises:
         RecipeError: the evaluation text cannot be used.
@@ -213,12 +210,8 @@ def _attribution(
     """Where the loss comes from, or why that is not known.
 
     Args:
-        plan: What the run followed.
         unrounded: The original, where it is in the checkpoint's own terms; else None.
-        quantized: What is judged.
         sequences: Token ids, int64 [T] each.
-        expected: The original's logits of them.
-        progress: Show a progress bar.
     """
     if plan.family is None:
         return f"{UNDECLARED}, and none declares {plan.model.model_type!r}"

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from matplotlib import rc_context
-
 from ptq.report.advice import Advice, advise, shares_of, weakest
 from ptq.report.data import ReportData
 from ptq.report.measured.attribution import Attribution
-from ptq.report.page.figure import STYLE, figure_of, svg_text
-from ptq.report.page.html import html_page
-from ptq.report.page.section import Point, Section, Table, Top, markdown_page
-from ptq.report.parts.accuracy import divergence_section, perplexity_section
+from ptq.report.page.page import Point, Section, Table, Top, drawn, html_page, markdown_page
+from ptq.report.parts.accuracy import (
+    completions_section,
+    divergence_section,
+    perplexity_section,
+    tasks_section,
+)
 from ptq.report.parts.activations import activations_section
 from ptq.report.parts.budget import budget_section
-from ptq.report.parts.completions import completions_section
-from ptq.report.parts.cost import size_and_speed_section
 from ptq.report.parts.loss import cache_section, layers_section, loss_section
 from ptq.report.parts.peers import peers_section
-from ptq.report.parts.run import provenance_section, recipe_section, run_section, scales_section
-from ptq.report.parts.tasks import tasks_section
-from ptq.report.summary import check_rows, summary_rows
-from ptq.report.verdict import verdict_of
+from ptq.report.parts.run import (
+    provenance_section,
+    recipe_section,
+    run_section,
+    scales_section,
+    size_and_speed_section,
+)
+from ptq.report.verdict import check_rows, summary_rows, verdict_of
 
 CHANGE_FIRST = "Change first"
 
@@ -135,6 +138,4 @@ def sections(data: ReportData) -> Iterator[Section]:
 
 def draw_plots(data: ReportData) -> dict[str, tuple[str, ...]]:
     """Every plot that the data allow, by the name that sections use: its panels as SVG."""
-    plots = [plot for section in sections(data) for plot in section.plots]
-    with rc_context(STYLE):
-        return {p.name: tuple(svg_text(figure_of(axes)) for axes in p.draw()) for p in plots}
+    return drawn(sections(data))

@@ -20,7 +20,7 @@ from ptq.plan.plan import Plan
 from ptq.report.data import ReportData
 from ptq.report.measure import engine_config, measure
 from ptq.report.pages import change_first, draw_plots, in_a_line, render_html, render_markdown
-from ptq.report.summary import summary_rows
+from ptq.report.verdict import summary_rows
 from ptq.result import CalibrationSummary, QuantizationResult
 from ptq.search.search import Ordered
 
@@ -31,12 +31,10 @@ class Report:
 
     Attributes:
         passed: Whether every threshold of the recipe holds.
-        failures: A sentence for each that does not.
         summary_rows: Head and rows of the table that a run ends with.
         line: Verdict and advice in a line.
         change_first: The command that the advice stands for where the verdict is not green, or "".
         folder: Where report.html, report.md and report.json lie.
-        data: Everything that was measured.
     """
 
     passed: bool
@@ -58,17 +56,10 @@ def make_report(
 ) -> Report:
     """Compare a quantized checkpoint with its original, and write the report beside it.
 
-    Args:
-        result: The finished quantization.
-        plan: What it followed; its recipe says what is measured and where the output is.
-        evaluation: The recipe's evaluation tokens; None reads them.
-        ordered: What a search for a budget has found, and measured on them.
-        progress: Show progress bars.
+    Arguments as of `ptq.report.measure.measure`; the plan's recipe says where the output is.
 
     Raises:
-        RecipeError: the evaluation text cannot be used.
-        CheckpointError: a checkpoint is damaged, or the report cannot be written.
-        EngineError: a model gives NaN or infinity.
+        CheckpointError: the report cannot be written; others as of `measure`.
     """
     data = measure(result, plan, evaluation, ordered=ordered, progress=progress)
     folder = plan.recipe.output.path / REPORT_FOLDER

@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 
-from ptq.report.page.figure import ORIGINAL, QUANTIZED, STYLE, figure_of, new_panel, svg_text
+from ptq.report.page.figure import ORIGINAL, QUANTIZED, STYLE, new_panel, svg_text
 
 HEIGHT = 6.5  # inches
 APART = 0.029  # of the axis' height, between labels
@@ -58,7 +58,7 @@ def draw(frame: pd.DataFrame) -> str:
             _label(axes, left, toward=-1)
             _label(axes, [p for p in column if p not in left], toward=1)
         _explain(axes, points)
-        return svg_text(figure_of(axes))
+        return svg_text(axes)
 
 
 def _set_ticks(axes: Axes, sizes: Sequence[float]) -> None:

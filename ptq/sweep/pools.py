@@ -47,10 +47,6 @@ class Running:
         task: What it runs; one that was stopped goes on.
         gpus: Numbers of its GPUs; None leaves those that this process sees.
         where: The node, for the record; default: this host.
-
-    Attributes:
-        task: As given.
-        gpus: As given.
     """
 
     def __init__(

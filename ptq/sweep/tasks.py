@@ -58,9 +58,7 @@ class Task:
         model: What the sweep calls the model.
         recipe: What it calls the recipe.
         words: Arguments of `ptq run` that do it, all paths absolute.
-        output: The run's folder.
         settings: SHA-256 of the recipe with every default spelled out.
-        resources: What it occupies.
     """
 
     model: str
@@ -132,7 +130,6 @@ def plan_tasks(spec: SweepSpec, folder: Path) -> list[Task]:
     """All tasks of a sweep, recipe by recipe for each model, every recipe read and checked.
 
     Args:
-        spec: Of the sweep.
         folder: That paths in it are relative to.
 
     Raises:

@@ -7,7 +7,7 @@ import torch
 
 from calibrate.observers import choose_absmax, clip_fraction
 from calibrate.spec import ObserverSpec
-from calibrate.tensor_statistics import TensorStatistics
+from calibrate.tensor_statistics import Accumulator, TensorStatistics
 from formats.errors import RecipeError
 from kernels.numerics import fake_quantize
 
@@ -20,10 +20,12 @@ def heavy_tailed(tokens=4000, channels=48, seed=0) -> torch.Tensor:
     return x
 
 
-def observed(x: torch.Tensor) -> TensorStatistics:
-    stats = TensorStatistics(tuple(x.shape[1:]))
-    stats.observe(x)
-    return stats
+def observed(
+    x: torch.Tensor, name: str = "activations", *, histogram: bool = True
+) -> TensorStatistics:
+    seen = Accumulator(tuple(x.shape[1:]), histogram=histogram)
+    seen.observe(x, name)
+    return seen.statistics(name)
 
 
 def test_maxima_and_counts_are_exact():
@@ -41,7 +43,7 @@ def test_maxima_and_counts_are_exact():
 def observed_samples(samples) -> TensorStatistics:
     stats = TensorStatistics((48,))
     for sample in samples:
-        stats.observe(sample)
+        stats.merge(observed(sample))
     return stats
 
 
@@ -73,9 +75,8 @@ def test_averaged_absmax_is_the_mean_over_samples():
     spec = ObserverSpec(method="averaged_absmax")
     x = torch.ones(4, 2, 48) * torch.tensor([1.0, 2.0, 4.0, 101.0])[:, None, None]
     assert choose_absmax(observed_samples(x), spec) == 27.0
-    heads = TensorStatistics((2, 3))
-    heads.observe(torch.tensor([[[1.0] * 3, [5.0] * 3]]))
-    heads.observe(torch.tensor([[[3.0] * 3, [2.0] * 3]]))
+    heads = observed(torch.tensor([[[1.0] * 3, [5.0] * 3]]))
+    heads.merge(observed(torch.tensor([[[3.0] * 3, [2.0] * 3]])))
     assert choose_absmax(heads, spec) == 4.0  # the larger head of each sample: 5 and 3
     assert [choose_absmax(heads.head(i), spec) for i in (0, 1)] == [2.0, 3.5]
 
@@ -98,8 +99,7 @@ def test_statistics_of_other_shapes_do_not_merge():
 
 def test_maxima_alone():
     x = heavy_tailed()
-    stats = TensorStatistics((48,))
-    stats.observe(x, histogram=False)
+    stats = observed(x, histogram=False)
     assert torch.equal(stats.channel_absmax, observed(x).channel_absmax)
     assert stats.tokens == 4000
     assert len(stats.histogram()[0]) == 0
@@ -131,7 +131,7 @@ def test_mse_is_the_best_of_all_ranges_on_the_raw_data(outlier, times):
     lone[0, 5] = outlier
     stats = observed(lone)
     for _ in range(times):
-        stats.observe(x)
+        stats.merge(observed(x))
 
     def error(absmax: float) -> float:
         scale = torch.tensor(absmax / 127)
@@ -179,4 +179,4 @@ def test_the_largest_value_clips_nothing_and_zeros_lose_nothing():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused_by_the_modules_name(value):
     with pytest.raises(RecipeError, match="layer.7"):
-        TensorStatistics((2,)).observe(torch.tensor([[1.0, value]]), "layer.7")
+        observed(torch.tensor([[1.0, value]]), "layer.7")

@@ -13,6 +13,7 @@ from ptq.methods.common import rounding
 from ptq.methods.common.fitting import damped, descend
 from ptq.methods.common.moments import output_errors
 from ptq.methods.gptq import gptq, inverse_factor
+from tests.calibrate.test_observers import observed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 W4 = WeightSpec(dtype="int4", granularity="group", group_size=128)
@@ -34,15 +35,15 @@ def test_statistics_of_a_gpu_are_those_of_the_cpu_bit_for_bit(shape, dtype):
         x = torch.randn(300 + sample, *shape).to(dtype)
         x[::7] *= 100
         x[5] = 0
-        seen[0].observe(x)
+        seen[0].merge(observed(x))
         heads = x.cuda()
         if len(shape) == 2:  # as attention hands them over
             heads = heads.transpose(0, 1).contiguous().transpose(0, 1)
-        seen[1].observe(heads)
+        seen[1].merge(observed(heads))
     assert seen[0] == seen[1]
     x[3, ..., 1] = float("nan")
     with pytest.raises(RecipeError, match="NaN or infinity"):
-        seen[1].observe(x.cuda())
+        observed(x.cuda())
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text)

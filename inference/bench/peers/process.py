@@ -100,7 +100,6 @@ class PeerProcess:
     Entering starts the process and sends the job; leaving ends it, and whatever it has started.
 
     Args:
-        python: The interpreter.
         kind: File with `do`; see `inference.bench.peers.child`.
         job: What it is given; `adapter` is the path of the adapter.
         log: File that receives what the process prints.

@@ -32,8 +32,6 @@ class Job(SimpleNamespace):
     Attributes:
         config: config.json of the shape.
         name: Of the shape, unlike that of any other; files are named after it.
-        work: Folder for files.
-        format: How weights are stored.
         cache: Type of the cache, None for the default.
         threads: Threads that it may use.
         prepare: Whether only files are to be written.

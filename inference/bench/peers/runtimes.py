@@ -33,7 +33,6 @@ class Runtime(PeerSpec):
     """A runtime that `--peer` names.
 
     Attributes:
-        formats: How it can store weights.
         by_bits: The format nearest to weights of 4, 8 and 16 bits.
         caches: Types of its cache that can be asked for.
         has_files: Whether it loads a model from files, which are written first.
@@ -70,8 +69,6 @@ class RuntimeChoice:
 
     Attributes:
         name: Of `RUNTIMES`.
-        python: Interpreter that runs it.
-        format: How it stores weights.
         cache: Type of its cache, None for its default.
     """
 
@@ -162,9 +159,6 @@ def started(
     """A runtime in a process of its own, which ends when the context is left.
 
     Args:
-        choice: The runtime.
-        config: config.json of the shape.
-        shape: Name of the shape.
         work: Folder for the model's files, written where it lacks them, and for what the runtime
             prints.
 

@@ -39,7 +39,6 @@ class EngineLoop:
 
     Args:
         engine: Loaded and warm.
-        channel: To the HTTP process.
     """
 
     def __init__(self, engine: Engine, channel: Channel) -> None:

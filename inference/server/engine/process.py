@@ -53,14 +53,7 @@ class Place:
 
 @dataclass(frozen=True)
 class EngineSource:
-    """What engine a process runs.
-
-    Attributes:
-        folder: Of its checkpoint.
-        config: Its sizes.
-        place: Where it runs.
-        adapters: Folders of adapters that it loads, too, by name.
-    """
+    """What engine a process runs."""
 
     folder: Path
     config: EngineConfig
@@ -69,11 +62,7 @@ class EngineSource:
 
 
 class EngineProcess(asyncio.Protocol):
-    """An engine in a child of this process; the two know each other by a socket without a name.
-
-    Args:
-        source: What it loads.
-    """
+    """An engine in a child of this process; the two know each other by a socket without a name."""
 
     def __init__(self, source: EngineSource) -> None:
         self._end, theirs = socket.socketpair()

@@ -108,12 +108,7 @@ async def chat_call(served: ServedModel, body: ChatBody) -> Call:
 
 
 class ChatFormatter(ChunkFormatter):
-    """Writes chats.
-
-    Args:
-        call: What is answered.
-        body: What was asked.
-    """
+    """Writes chats."""
 
     def __init__(self, call: Call, body: ChatBody) -> None:
         super().__init__(call, body, "chatcmpl", ("chat.completion", "chat.completion.chunk"))

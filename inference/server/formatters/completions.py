@@ -130,8 +130,6 @@ class CompletionFormatter(ChunkFormatter):
     """Writes completions.
 
     Args:
-        call: What is answered.
-        body: What was asked.
         echoes: What the text of each prompt's answers begins with.
     """
 

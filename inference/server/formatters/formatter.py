@@ -27,11 +27,7 @@ OF_BEAMS = ("length_penalty", "early_stopping")
 class Formatter(ABC):
     """Writes the answers of a call, whole or in events.
 
-    Args:
-        call: What is answered.
-
     Attributes:
-        call: What is answered.
         done: What ends a stream.
         quiet: What is sent after a long time without events; a comment, which clients pass over.
     """
@@ -76,7 +72,6 @@ class ChunkFormatter(Formatter):
     """Writes chunks, each an object with choices; what is the same in all of them is made once.
 
     Args:
-        call: What is answered.
         body: What was asked; its `stream_options` choose what chunks say of usage.
         name: What ids begin with.
         kinds: The type of a whole answer, and that of a chunk.

@@ -201,12 +201,7 @@ class ResponseItems:
 
 
 class ResponseFormatter(Formatter):
-    """Writes responses: events of server-sent events have names, and are numbered.
-
-    Args:
-        call: The question as a chat.
-        body: What was asked.
-    """
+    """Writes responses: events of server-sent events have names, and are numbered."""
 
     done = b""
 

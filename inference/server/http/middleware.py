@@ -24,10 +24,8 @@ class RequestLog:
     Handlers put what the line shall tell into `scope["state"]["log"]`.
 
     Args:
-        app: What answers.
         metrics: Counts it.
         log_requests: Log a line a request; what fails is logged in any case.
-        log_texts: Log bodies, of requests and of answers.
     """
 
     def __init__(
@@ -117,7 +115,6 @@ class RootPath:
     The prefix alone leads to the page, whose own links are relative and need the slash at its end.
 
     Args:
-        app: What answers.
         prefix: Such as `/llm`.
     """
 
@@ -135,12 +132,7 @@ class RootPath:
 
 
 class KeyCheck:
-    """Lets in who shows the key, `Authorization: Bearer KEY`; compared in constant time.
-
-    Args:
-        app: What answers.
-        key: The key.
-    """
+    """Lets in who shows the key, `Authorization: Bearer KEY`; compared in constant time."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._key = app, _digest(key.encode())

@@ -50,7 +50,6 @@ class ApiError(Exception):
     """An answer that is an error.
 
     Args:
-        status: Of HTTP.
         message: What was found, what is allowed, how to fix it.
         param: The field of the body that is at fault, if one is.
         code: A word for programs.
@@ -246,7 +245,6 @@ class _Writer:
 
     Attributes:
         task: Whoever made it.
-        begun: Whether the answer has begun.
         stalled: Whether the client reads nothing.
     """
 

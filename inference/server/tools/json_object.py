@@ -31,7 +31,6 @@ class JsonObject:
         members: Pieces of the JSON text of each member of the object, by key; only ever appended
             to. The last member may be incomplete.
         member: Key of the member whose value is being read, or None between members.
-        closed: Whether the object is complete.
     """
 
     def __init__(self) -> None:
@@ -158,9 +157,6 @@ PASSED_OVER = ("type", "id")  # which some models add
 
 class CallReader(JsonObject):
     """Reads one object that is a call.
-
-    Args:
-        names: Functions that may be called.
 
     Attributes:
         name: Of the function, once it is certain that this is a call; None before. From then on

@@ -131,8 +131,6 @@ class ToolParser:
     """Reads one answer.
 
     Args:
-        tool_format: How the model writes calls.
-        names: Functions that may be called.
         parallel: Whether several calls are wanted.
 
     Attributes:

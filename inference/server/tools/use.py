@@ -110,8 +110,6 @@ def tool_constraint(
     its schema, and those of the others are JSON objects.
 
     Args:
-        tool_format: How calls are written.
-        functions: What may be called.
         choice: `auto`, `required` or a function.
         parallel: Whether an answer may hold several calls.
         text: What an answer must be that is no call: JSON, of a schema or any; None if it is free.
@@ -175,7 +173,6 @@ class ToolUse:
         """The tools of a request; None where it has none, or must not call any.
 
         Args:
-            fields: Of the request.
             support: What the model's chats can do with tools.
             text: What an answer must be that is no call.
 

@@ -318,7 +318,6 @@ class Peers:
     """Makes the peers of shapes.
 
     Attributes:
-        device: Where.
         reasons: Why a peer gives no time, with the number of shapes that it was asked for.
         sample: What gives the microseconds of call(i), i cycling over so many sets of arguments; by
             default the device's clock's.

@@ -29,8 +29,6 @@ from inference.models.feed_forward import FeedForward, MixtureOfExperts
 from inference.models.parts import Layer
 
 MOST_GROUPS = 12  # of blocks, each of which is a run
-
-
 AnyLayer = Layer[Any, Any]
 
 
@@ -81,10 +79,8 @@ def attribute(
 
     Args:
         unrounded: The original in the checkpoint's terms, with a float cache.
-        quantized: The quantized model.
         sequences: Token ids, int64 [T] each.
         expected: From `references`, of the same sequences.
-        progress: Show a progress bar.
     """
     whole, kinds, blocks = _runs(unrounded, quantized)
     tokens = sum(map(len, expected))
@@ -122,7 +118,6 @@ class _Run(NamedTuple):
     """A model with one part quantized.
 
     Attributes:
-        layers: Its blocks.
         cached: Indexes of the blocks whose cache is the quantized model's.
         around: Whose embedding and head it has.
     """

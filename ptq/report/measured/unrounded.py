@@ -36,10 +36,6 @@ def is_the_original(plan: Plan) -> bool:
 class UnroundedWeights:
     """The weights of a run's layers before they were rounded; those of one block are held.
 
-    Args:
-        plan: What the run followed.
-        output: Its output folder.
-
     Raises:
         CheckpointError: the run did not keep what it found.
     """
@@ -78,10 +74,6 @@ class UnroundedCheckpoint(Checkpoint):
     @classmethod
     def of_run(cls, path: Path, plan: Plan) -> UnroundedCheckpoint:
         """Open a run's checkpoint, and what the run kept.
-
-        Args:
-            path: Of the quantized checkpoint.
-            plan: What its run followed.
 
         Raises:
             CheckpointError: the run did not keep what it found, or the checkpoint is damaged.

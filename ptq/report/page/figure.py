@@ -31,10 +31,10 @@ WIDTH = 9.0  # inches, of panels side by side
 NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
-def svg_text(figure: Figure) -> str:
-    """A figure as SVG without a prolog."""
+def svg_text(axes: Axes) -> str:
+    """The figure that axes are all of, as SVG without a prolog."""
     file = io.StringIO()
-    figure.savefig(file, format="svg", metadata=NO_METADATA)
+    figure_of(axes).savefig(file, format="svg", metadata=NO_METADATA)
     text = file.getvalue()
     return text[text.index("<svg") :]
 

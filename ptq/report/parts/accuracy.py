@@ -1,4 +1,4 @@
-"""The report's sections on perplexity and on divergence: text, tables and plots."""
+"""The report's sections on what both models predict: perplexity, divergence, tasks, texts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from inference.accuracy import Accuracy, Interval
+from ptq.evaluate.figures import AGAINST, HEADER, cells
 from ptq.report.data import ReportData
 from ptq.report.page.figure import LIMIT, ORIGINAL, QUANTIZED, draw_dot, new_panel
-from ptq.report.page.html import interval_text
-from ptq.report.page.section import Plot, Section, Table
+from ptq.report.page.page import Pair, Plot, Section, Table
 from ptq.result import CalibrationSummary
-from ptq.text import percent
+from ptq.text import interval_text, percent
 
 APART = 0.16  # of an axis' length: labels of ticks that are nearer would run into each other
+SHOWN = 200  # characters of a prompt
 
 
 def perplexity_section(data: ReportData) -> Section:
@@ -219,3 +220,38 @@ def _by_position(
     axes.tick_params(axis="x", rotation=60, labelsize=8)
     axes.margins(x=0.08)
     axes.grid(axis="x", visible=False)
+
+
+def tasks_section(data: ReportData) -> Section:
+    """What is left of the original's figures, and how many answers flipped."""
+    rows = [cells(row.quantized, row) for row in data.tasks]
+    return Section(
+        "Standard tasks",
+        "Both models answered the same items, on the same engine, through lm-eval. Recovery is the "
+        "quantized model's figure over the original's (the reverse of perplexities, so that less "
+        "than 100% is a loss), with a 95% interval from drawing the items anew. Flips are items "
+        "that one of the two has right and the other has not: a model may keep its accuracy and "
+        "still answer differently.",
+        tables=(Table((*HEADER, *AGAINST), rows),),
+    )
+
+
+def completions_section(data: ReportData) -> Section:
+    """Completions side by side, from where they differ marked."""
+    same = sum(row.original == row.quantized for row in data.completions)
+    return Section(
+        "Side by side",
+        "Both models go on from the same beginnings of evaluation text, always with the most "
+        f"likely token. {same} of {len(data.completions)} completions are equal; of the others, "
+        "what follows the first difference is marked. One token that is chosen otherwise changes "
+        "all that follows, so a difference is not yet a fault: read whether both make sense.",
+        pairs=tuple(
+            Pair(
+                caption=f"… {row.prompt[-SHOWN:].strip()}",
+                original=row.original,
+                quantized=row.quantized,
+                common=row.common,
+            )
+            for row in data.completions
+        ),
+    )

@@ -14,7 +14,7 @@ from formats.families.registry import FAMILIES
 from ptq.report.data import ReportData
 from ptq.report.outliers import OutlierRow, by_ratio, distinct_inputs
 from ptq.report.page.figure import new_panel
-from ptq.report.page.section import Plot, Section, Table
+from ptq.report.page.page import Plot, Section, Table
 from ptq.report.parts.loss import grid_of, number, one_of_experts
 
 MOST_OUTLIERS = 12

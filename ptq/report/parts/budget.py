@@ -8,7 +8,7 @@ from functools import partial
 from matplotlib.axes import Axes
 
 from ptq.report.page.figure import LIMIT, ORIGINAL, QUANTIZED, new_panel
-from ptq.report.page.section import Cells, Plot, Section, Table
+from ptq.report.page.page import Cells, Plot, Section, Table
 from ptq.search.costs import Cost, GroupCosts
 from ptq.search.record import BudgetRecord, Trial, choice_rows, cost_of
 from ptq.text import size_text
@@ -48,8 +48,6 @@ def budget_section(record: BudgetRecord) -> Section:
 
 
 TRIAL = ("trial", "bytes", "uncorrected", "predicted KL", "measured KL", "perplexity", "budget")
-
-
 GROUP = ("group", "chosen", "bits", "KL", "one step smaller", "one step larger")
 
 

@@ -15,7 +15,7 @@ from formats.families.names import any_expert, is_shared_expert, split_name
 from ptq.report.data import ReportData
 from ptq.report.measured.attribution import Attribution, Part
 from ptq.report.page.figure import ORIGINAL, QUANTIZED, draw_dot, figure_of, new_panel
-from ptq.report.page.section import Plot, Section, Table
+from ptq.report.page.page import Plot, Section, Table
 from ptq.text import decibel, percent, scale_text
 
 TITLE = "Where the loss comes from"
@@ -173,10 +173,7 @@ def heat_map(
     """Draw a table as colors.
 
     Args:
-        axes: Where.
         grid: Values [rows, columns]; NaN is left white.
-        columns: Their names.
-        rows: Their names.
         limits: Values of the darkest and of the brightest color.
         form: How values are written where there is room, such as `{:.0f}`.
     """

@@ -12,13 +12,10 @@ from ptq.peers.measure import PeerRow
 from ptq.recipe.strict_yaml import parse
 from ptq.report.data import ReportData
 from ptq.report.page.figure import ORIGINAL, QUANTIZED, draw_dot, new_panel
-from ptq.report.page.html import interval_text
-from ptq.report.page.section import Cells, Plot, Section, Table
-from ptq.text import percent, size_text
+from ptq.report.page.page import Cells, Plot, Section, Table
+from ptq.text import interval_text, percent, size_text
 
 OWN = "this run"
-
-
 HEADS = (
     "tool",
     "method",

@@ -12,6 +12,12 @@ from tests.inference.server.tools.templates import HERMES
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """What runs tests that are coroutines, by anyio's plugin."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def chat_template(tmp_path_factory) -> Path:
     """A file with a chat template that knows tools, for models that have none."""
     file = tmp_path_factory.mktemp("template") / "chat.jinja"

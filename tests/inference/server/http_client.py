@@ -49,12 +49,21 @@ def settings(**values: Any) -> ServerSettings:
 
 
 @asynccontextmanager
-async def client_of(engine: FakeEngine, **values: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client in the process of the application; see `settings` for the values."""
+async def talking(
+    make: Callable[[], FakeEngine] = FakeEngine, **values: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, FakeEngine]]:
+    """A client in the process of the application, and its engine, for a minute at most.
+
+    See `settings` for the values.
+    """
+    engine = make()
     app = create_app(engine.client, settings(**values))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        yield client
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://server") as client,
+        asyncio.timeout(60),
+    ):
+        yield client, engine
     app.state.served.close()
 
 
@@ -66,9 +75,8 @@ def talk(
     """What a scenario gives, with a client and its engine."""
 
     async def run() -> Any:
-        engine = make()
-        async with client_of(engine, **values) as client:
-            return await asyncio.wait_for(scenario(client, engine), 60)
+        async with talking(make, **values) as both:
+            return await scenario(*both)
 
     return asyncio.run(run())
 

@@ -10,8 +10,9 @@ import pytest
 
 from inference.server.messages import Submit
 from tests.inference.server.fake_engine import INFO, FakeEngine
-from tests.inference.server.http_client import ask, post, talk
+from tests.inference.server.http_client import ask, post, talking
 
+pytestmark = pytest.mark.anyio
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
 TEXT = {"prompt": "a", "max_tokens": 3}
 KEY = {"Authorization": "Bearer key"}
@@ -45,14 +46,11 @@ def test_the_list_of_models_has_the_adapters():
     ],
 )
 @pytest.mark.parametrize(("model", "adapter"), [("sql", "sql"), ("tiny", None), (None, None)])
-def test_a_request_runs_with_what_its_model_names(route, body, model, adapter):
-    async def scenario(client: httpx.AsyncClient, engine: FakeEngine) -> httpx.Response:
+async def test_a_request_runs_with_what_its_model_names(route, body, model, adapter):
+    async with talking(adapted) as (client, engine):
         answer = await client.post(f"/v1/{route}", json=body | ({"model": model} if model else {}))
         sent = [one for one in engine.sent if isinstance(one, Submit)]
         assert [one.params.adapter for one in sent] == [adapter] * body.get("n", 1)
-        return answer
-
-    answer = talk(scenario, adapted)
     assert answer.status_code == 200, answer.text
     assert f'"model":"{model or "tiny"}"' in answer.text.replace('": "', '":"')
 
@@ -66,8 +64,9 @@ def test_an_unknown_model_is_told_what_there_is():
     assert loading.status_code == 503
 
 
-def test_adapters_come_and_go(tmp_path):
-    async def scenario(client: httpx.AsyncClient, engine: FakeEngine) -> list[httpx.Response]:
+async def test_adapters_come_and_go(tmp_path):
+    async with talking(api_key="key") as (client, engine):
+
         async def set_adapter(way: str, **values: str) -> httpx.Response:
             body = {f"lora_{name}": value for name, value in values.items()}
             return await client.post(f"/v1/{way}_lora_adapter", json=body, headers=KEY)
@@ -81,7 +80,7 @@ def test_adapters_come_and_go(tmp_path):
         assert await names() == ["tiny", "sql"]
         used = await client.post("/v1/completions", json=TEXT | {"model": "sql"}, headers=KEY)
         assert used.status_code == 200
-        refused = [
+        answers = [
             await set_adapter("load", name="sql", path=str(tmp_path)),
             await set_adapter("load", name="tiny", path=str(tmp_path)),
             await set_adapter("load", name="poet", path=str(tmp_path / "none")),
@@ -93,9 +92,6 @@ def test_adapters_come_and_go(tmp_path):
         gone = await client.post("/v1/completions", json=TEXT | {"model": "sql"}, headers=KEY)
         assert gone.status_code == 404
         assert not engine.client.in_flight
-        return refused
-
-    answers = talk(scenario, api_key="key")
     assert [answer.status_code for answer in answers] == [400] * 5
     told = [answer.json()["error"]["message"] for answer in answers]
     assert told[0] == "adapter: found 'sql'"
@@ -113,14 +109,12 @@ def test_they_are_set_by_those_alone_who_show_a_key(way, tmp_path):
     assert post(f"/v1/{way}_lora_adapter", body, make=adapted, api_key="key").status_code == 401
 
 
-def test_an_engine_that_dies_meanwhile_is_told(tmp_path):
-    async def scenario(client: httpx.AsyncClient, engine: FakeEngine) -> httpx.Response:
+async def test_an_engine_that_dies_meanwhile_is_told(tmp_path):
+    async with talking(lambda: FakeEngine(hold=True), api_key="key") as (client, engine):
         body = {"lora_name": "sql", "lora_path": str(tmp_path)}
         loading = asyncio.create_task(client.post("/v1/load_lora_adapter", json=body, headers=KEY))
         while not engine.sent:
             await asyncio.sleep(0)
         engine.die("out of memory")
-        return await loading
-
-    answer = talk(scenario, lambda: FakeEngine(hold=True), api_key="key")
+        answer = await loading
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "out of memory")

@@ -10,7 +10,7 @@ import pytest
 
 from inference.server.messages import Submit
 from tests.inference.server.fake_engine import INFO, FakeEngine
-from tests.inference.server.http_client import events, post, settings, talk, tokenizer
+from tests.inference.server.http_client import events, post, settings, talk, talking, tokenizer
 from tests.inference.server.tools import templates
 
 HELLO = [{"role": "user", "content": "1 + 2?"}]
@@ -93,18 +93,16 @@ def test_log_probabilities_come_with_calls():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_where_one_call_is_wanted_the_engine_is_stopped_behind_it(stream):
-    async def scenario(client, engine):
-        body = {"messages": HELLO, "tools": TOOLS, "stream": stream, "parallel_tool_calls": False}
-        response = await client.post(ROUTE, json=body)
-        return response, engine.aborted, engine.running
-
+@pytest.mark.anyio
+async def test_where_one_call_is_wanted_the_engine_is_stopped_behind_it(stream):
+    body = {"messages": HELLO, "tools": TOOLS, "stream": stream, "parallel_tool_calls": False}
     make = saying(CALL + "\n" + CALL * 20)
-    response, aborted, running = talk(scenario, make, chat_template=templates.HERMES)
-    assert response.text.count('"add"') == 1
-    assert '"finish_reason":"tool_calls"' in response.text
-    assert len(aborted) == 1
-    assert not running
+    async with talking(make, chat_template=templates.HERMES) as (client, engine):
+        response = await client.post(ROUTE, json=body)
+        assert response.text.count('"add"') == 1
+        assert '"finish_reason":"tool_calls"' in response.text
+        assert len(engine.aborted) == 1
+        assert not engine.running
 
 
 def sent(body: dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ from tests.inference.server.fake_engine import INFO, FakeEngine, Reading
 from tests.inference.server.http_client import events, post, tokenizer
 from tests.inference.server.test_metrics import values
 
+pytestmark = pytest.mark.anyio
 TOGETHER = partial(FakeEngine, together=5)
 SPECULATES = replace(INFO, speculates=True)
 DRAFTED = partial(FakeEngine, together=5, drafts=8, info=SPECULATES)
@@ -44,27 +44,21 @@ def test_tokens_that_come_together_stream_as_those_that_come_one_by_one():
     assert [len(found) for found in together[1].values()] == [23, 23]
 
 
-def test_tokens_of_a_step_share_the_time_since_the_step_before():
-    async def run() -> FakeEngine:
-        engine = TOGETHER(delay=0.02)
-        async for _ in Reading(engine.client.submit([1], SamplingParams(max_tokens=20))):
-            pass
-        return engine
-
-    measures = asyncio.run(run()).client.measures
+async def test_tokens_of_a_step_share_the_time_since_the_step_before():
+    engine = TOGETHER(delay=0.02)
+    async for _ in Reading(engine.client.submit([1], SamplingParams(max_tokens=20))):
+        pass
+    measures = engine.client.measures
     assert sum(measures.inter_token.counts) == 19
     assert 0.05 < measures.inter_token.total < 0.5  # three steps beyond the first
     assert measures.inter_token.counts[0] == 4  # those behind the first token alone
 
 
-def test_drafts_are_counted_by_position():
-    async def run() -> dict[str, float]:
-        engine = FakeEngine()
-        stats = EngineStats(draft_steps=10, drafts_proposed=(10, 8), drafts_accepted=(6, 3))
-        engine.client.take(Step(stats=stats))
-        return values(Metrics(engine.client, "tiny"))
-
-    found = asyncio.run(run())
+async def test_drafts_are_counted_by_position():
+    engine = FakeEngine()
+    stats = EngineStats(draft_steps=10, drafts_proposed=(10, 8), drafts_accepted=(6, 3))
+    engine.client.take(Step(stats=stats))
+    found = values(Metrics(engine.client, "tiny"))
     assert found["ptq:spec_decode_num_drafts_total"] == 10
     assert found["ptq:spec_decode_num_draft_tokens_total"] == 18
     assert found["ptq:spec_decode_num_accepted_tokens_total"] == 9

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from inference.server.settings import Limits
 from tests.inference.server.fake_engine import INFO, FakeEngine
 from tests.inference.server.http_client import settings
 
+pytestmark = pytest.mark.anyio
 HELLO = [{"role": "user", "content": "hello"}]
 LONG = replace(INFO, max_model_len=2**20, max_positions=2**20)
 
@@ -42,33 +44,28 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.002)
 
 
-def serve(
-    scenario: Callable[[FakeEngine, int], Awaitable[None]],
-    make: Callable[[], FakeEngine] = FakeEngine,
-    **values: Any,
-) -> None:
-    """Run a scenario with the engine and the port of a real server before it."""
-
-    async def run() -> None:
-        engine = make()
-        app = create_app(engine.client, settings(**values))
-        listener = socket.create_server(("127.0.0.1", 0))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
-        protocol = partial(BoundedProtocol, limits=app.state.served.settings.limits)
-        server = uvicorn.Server(
-            uvicorn.Config(app, http=protocol, log_level="critical", ws="none")  # type: ignore
-        )
-        servers.append(server)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        await until(lambda: server.started)
-        try:
-            async with asyncio.timeout(60):
-                await scenario(engine, listener.getsockname()[1])
-        finally:
-            server.force_exit = server.should_exit = True
-            await serving
-
-    asyncio.run(run())
+@asynccontextmanager
+async def served(
+    make: Callable[[], FakeEngine] = FakeEngine, **values: Any
+) -> AsyncIterator[tuple[FakeEngine, int]]:
+    """An engine, and the port of a real server before it."""
+    engine = make()
+    app = create_app(engine.client, settings(**values))
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
+    protocol = partial(BoundedProtocol, limits=app.state.served.settings.limits)
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=protocol, log_level="critical", ws="none")  # type: ignore
+    )
+    servers.append(server)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started)
+    try:
+        async with asyncio.timeout(60):
+            yield engine, listener.getsockname()[1]
+    finally:
+        server.force_exit = server.should_exit = True
+        await serving
 
 
 @pytest.mark.parametrize("hold", [True, False], ids=["queued", "decoding"])
@@ -83,8 +80,8 @@ def serve(
     ],
     ids=["completion", "completions", "chat", "generate"],
 )
-def test_a_client_that_leaves_ends_its_requests(path, body, stream, hold):
-    async def scenario(engine: FakeEngine, port: int) -> None:
+async def test_a_client_that_leaves_ends_its_requests(path, body, stream, hold):
+    async with served(lambda: FakeEngine(hold=hold, delay=0.002, info=LONG)) as (engine, port):
         count = 4 if body.get("n") else 1
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request(path, body | {"stream": stream}))
@@ -97,23 +94,18 @@ def test_a_client_that_leaves_ends_its_requests(path, body, stream, hold):
         assert len(set(engine.aborted)) == count
         assert not engine.client.in_flight
 
-    serve(scenario, lambda: FakeEngine(hold=hold, delay=0.002, info=LONG))
 
-
-def test_a_client_that_leaves_a_beam_search_ends_it():
+async def test_a_client_that_leaves_a_beam_search_ends_it():
     ended = asyncio.Event()
+    async with served() as (engine, port):
 
-    async def beam(prompt, params):
-        engines[0].hold = True
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.set()
+        async def beam(prompt, params):
+            engine.hold = True
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
 
-    engines: list[FakeEngine] = []
-
-    async def scenario(engine: FakeEngine, port: int) -> None:
-        engines.append(engine)
         engine.client.beam = beam  # type: ignore[method-assign]
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request("/v1/completions", {"prompt": [1], "beam_width": 2}))
@@ -121,11 +113,9 @@ def test_a_client_that_leaves_a_beam_search_ends_it():
         writer.transport.abort()
         await asyncio.wait_for(ended.wait(), 5)
 
-    serve(scenario)
 
-
-def test_a_client_that_leaves_before_its_request_is_whole_costs_nothing():
-    async def scenario(engine: FakeEngine, port: int) -> None:
+async def test_a_client_that_leaves_before_its_request_is_whole_costs_nothing():
+    async with served() as (engine, port):
         for cut in (20, -1):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(request("/v1/completions", {"prompt": [1]})[:cut])
@@ -136,13 +126,13 @@ def test_a_client_that_leaves_before_its_request_is_whole_costs_nothing():
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         assert len(engine.sent) == 1
 
-    serve(scenario)
 
-
-def test_a_client_that_reads_nothing_is_dropped_and_holds_nobody_up():
+async def test_a_client_that_reads_nothing_is_dropped_and_holds_nobody_up():
     body = {"prompt": [1], "max_tokens": 10**6, "logprobs": 5, "stream": True}
-
-    async def scenario(engine: FakeEngine, port: int) -> None:
+    async with served(lambda: FakeEngine(info=LONG), limits=Limits(write_seconds=0.3)) as (
+        engine,
+        port,
+    ):
         stalled = socket.socket()
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
         stalled.connect(("127.0.0.1", port))
@@ -157,12 +147,10 @@ def test_a_client_that_reads_nothing_is_dropped_and_holds_nobody_up():
         await until(lambda: not servers[-1].server_state.connections)
         stalled.close()
 
-    serve(scenario, lambda: FakeEngine(info=LONG), limits=Limits(write_seconds=0.3))
-
 
 @pytest.mark.parametrize("framing", ["Content-Length: 1000000000\r\n", ""])
-def test_a_client_that_sends_too_much_reads_why_while_it_sends(framing):
-    async def scenario(engine: FakeEngine, port: int) -> None:
+async def test_a_client_that_sends_too_much_reads_why_while_it_sends(framing):
+    async with served(limits=Limits(body_bytes=10**5)) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         framing_line = framing or "Transfer-Encoding: chunked\r\n"
         head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -176,14 +164,11 @@ def test_a_client_that_sends_too_much_reads_why_while_it_sends(framing):
         assert b"connection: close" in told.lower()
         writer.close()
 
-    serve(scenario, limits=Limits(body_bytes=10**5))
 
-
-def test_a_long_silence_is_filled_with_comments(monkeypatch):
+async def test_a_long_silence_is_filled_with_comments(monkeypatch):
     monkeypatch.setattr(responses, "QUIET_SECONDS", 0.04)
     body = {"messages": HELLO, "max_tokens": 3, "stream": True}
-
-    async def scenario(engine: FakeEngine, port: int) -> None:
+    async with served() as (engine, port):
         for ends in ("[DONE]", "a step failed"):
             engine.hold = True
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -197,13 +182,13 @@ def test_a_long_silence_is_filled_with_comments(monkeypatch):
             assert await reader.readuntil(ends.encode())
             writer.close()
 
-    serve(scenario)
 
-
-def test_a_whole_answer_that_nobody_reads_is_dropped_too():
+async def test_a_whole_answer_that_nobody_reads_is_dropped_too():
     body = {"prompt": [1], "max_tokens": 4000, "logprobs": 5}
-
-    async def scenario(engine: FakeEngine, port: int) -> None:
+    async with served(lambda: FakeEngine(info=LONG), limits=Limits(write_seconds=0.3)) as (
+        engine,
+        port,
+    ):
         stalled = socket.socket()
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
         stalled.connect(("127.0.0.1", port))
@@ -211,8 +196,6 @@ def test_a_whole_answer_that_nobody_reads_is_dropped_too():
         await until(lambda: engine.sent and not engine.running)
         await until(lambda: not servers[-1].server_state.connections)
         stalled.close()
-
-    serve(scenario, lambda: FakeEngine(info=LONG), limits=Limits(write_seconds=0.3))
 
 
 @pytest.mark.parametrize(
@@ -230,8 +213,9 @@ def test_a_whole_answer_that_nobody_reads_is_dropped_too():
     ],
     ids=range(9),
 )
-def test_what_is_no_request_or_never_becomes_one_is_told_so(data, status):
-    async def scenario(engine: FakeEngine, port: int) -> None:
+async def test_what_is_no_request_or_never_becomes_one_is_told_so(data, status):
+    seconds = 0.2 if status == b"408" else 30
+    async with served(limits=Limits(read_seconds=seconds)) as (_, port):
         for before in (b"", request("/v1/completions", {"prompt": [1]})):
             if before and status == b"408":
                 continue
@@ -245,21 +229,17 @@ def test_what_is_no_request_or_never_becomes_one_is_told_so(data, status):
             assert told.split()[1] == status
             assert set(json.loads(told.partition(b"\r\n\r\n")[2])) == {"error"}
 
-    serve(scenario, limits=Limits(read_seconds=0.2 if status == b"408" else 30))
 
-
-def test_a_body_that_does_not_come_is_not_waited_for():
-    async def scenario(engine: FakeEngine, port: int) -> None:
+async def test_a_body_that_does_not_come_is_not_waited_for():
+    async with served(limits=Limits(read_seconds=0.05)) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request("/v1/completions", {"prompt": [1]})[:-3])
         assert (await reader.readline()).startswith(b"HTTP/1.1 408")
         writer.close()
 
-    serve(scenario, limits=Limits(read_seconds=0.05))
 
-
-def test_a_connection_is_used_again_after_an_error():
-    async def scenario(engine: FakeEngine, port: int) -> None:
+async def test_a_connection_is_used_again_after_an_error():
+    async with served() as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         tries = [
             (b"400", request("/v1/completions", {"prompt": [1], "n": 99})),
@@ -277,8 +257,6 @@ def test_a_connection_is_used_again_after_an_error():
                 length = head.lower().split(b"content-length: ")[1].split()[0]
                 await reader.readexactly(int(length))
         writer.close()
-
-    serve(scenario)
 
 
 @pytest.mark.parametrize("encode", [quote, dumps])

@@ -13,8 +13,9 @@ from inference.server import call as calls
 from inference.server.engine_client import QueueLimits
 from inference.server.settings import Limits
 from tests.inference.server.fake_engine import INFO, FakeEngine
-from tests.inference.server.http_client import ask, post, talk, tokenizer
+from tests.inference.server.http_client import ask, post, talk, talking, tokenizer
 
+pytestmark = pytest.mark.anyio
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -92,11 +93,9 @@ def test_numbers_that_are_not_finite_are_refused_where_anything_may_stand():
         ({"Content-Type": "application/vnd.api+json"}, 200),
     ],
 )
-def test_a_body_that_says_that_it_is_no_json_is_refused(headers, status):
-    async def scenario(client, engine):
-        return await client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
-
-    response = talk(scenario)
+async def test_a_body_that_says_that_it_is_no_json_is_refused(headers, status):
+    async with talking() as (client, _):
+        response = await client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
     assert response.status_code == status
     if status != 200:
         error_of(response, status)
@@ -321,8 +320,8 @@ def test_a_path_that_is_no_route_is_not_found(path):
     error_of(ask("GET", path), 404)
 
 
-def test_routes_answer_below_the_prefix_of_a_proxy_too():
-    async def scenario(client, engine):
+async def test_routes_answer_below_the_prefix_of_a_proxy_too():
+    async with talking(root_path="/a/llm", api_key="secret") as (client, _):
         for prefix in ("", "/a/llm"):
             assert (await client.get(f"{prefix}/health")).json() == {"status": "ready"}
             assert b"<!doctype html>" in (await client.get(f"{prefix}/")).content
@@ -340,8 +339,6 @@ def test_routes_answer_below_the_prefix_of_a_proxy_too():
         for path in ("/a/llmore/health", "/a/llm/a/llm/health"):
             error_of(await client.get(path, headers=shown), 404)
 
-    talk(scenario, root_path="/a/llm", api_key="secret")
-
 
 def test_a_method_that_a_route_has_not_is_told():
     for method in ("GET", "PUT", "DELETE", "PATCH"):
@@ -350,8 +347,8 @@ def test_a_method_that_a_route_has_not_is_told():
         assert response.headers["allow"] == "POST"
 
 
-def test_the_key_is_needed_everywhere_but_for_health():
-    async def scenario(client, engine):
+async def test_the_key_is_needed_everywhere_but_for_health():
+    async with talking(api_key="secret") as (client, _):
         paths = ["/v1/models", "/metrics", "/openapi.json", "/version", "/tokenizer_info", "/nope"]
         for path in paths:
             error = error_of(await client.get(path), 401)
@@ -370,16 +367,13 @@ def test_the_key_is_needed_everywhere_but_for_health():
         assert (await client.get("/v1/models", headers=right)).status_code == 200
         assert (await client.get("/health")).status_code == 200
 
-    talk(scenario, api_key="secret")
 
-
-def test_the_queue_is_full_at_once_and_says_when_to_come_back():
+async def test_the_queue_is_full_at_once_and_says_when_to_come_back():
     def make() -> FakeEngine:
         return FakeEngine(hold=True, limits=QueueLimits(requests=0))
 
     body = {"prompt": "a", "n": 4}
-
-    async def scenario(client, engine):
+    async with talking(make) as (client, engine):
         first = asyncio.ensure_future(client.post(COMPLETIONS, json={"prompt": "a"}))
         while not engine.running:
             await asyncio.sleep(0.001)
@@ -391,17 +385,14 @@ def test_the_queue_is_full_at_once_and_says_when_to_come_back():
         assert (await client.post(COMPLETIONS, json=body)).status_code == 200
         never = await client.post(COMPLETIONS, json=body | {"n": 5})
         assert "5 answers" in error_of(never, 400)["message"]
-        return response
-
-    response = talk(scenario, make)
     error = error_of(response, 429)
     assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
     assert int(response.headers["retry-after"]) >= 1
     assert int(response.headers["retry-after-ms"]) >= 1000
 
 
-def test_health_tells_whether_requests_are_answered():
-    async def scenario(client, engine):
+async def test_health_tells_whether_requests_are_answered():
+    async with talking(lambda: FakeEngine(warm=False)) as (client, engine):
         assert error_of(await client.get("/health"), 503)["code"] == "starting"
         error_of(await client.get("/v1/models"), 503)
         error_of(await client.post(COMPLETIONS, json={"prompt": "a"}), 503)
@@ -416,15 +407,13 @@ def test_health_tells_whether_requests_are_answered():
         assert "exit code -9" in error_of(await client.get("/health"), 503)["message"]
         error_of(await client.post(COMPLETIONS, json={"prompt": "a"}), 503)
 
-    talk(scenario, lambda: FakeEngine(warm=False))
-
 
 @pytest.mark.parametrize("how", ["fail", "die"])
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_engine_that_fails_ends_answers_with_an_error(how, n):
+async def test_an_engine_that_fails_ends_answers_with_an_error(how, n):
     status = {"fail": 500, "die": 503}[how]
-
-    async def scenario(client, engine):
+    info = replace(INFO, max_batch_size=3 * n)
+    async with talking(lambda: FakeEngine(delay=0.005, info=info)) as (client, engine):
         body = {"prompt": [1, 2], "max_tokens": 400, "n": n}
         whole = asyncio.ensure_future(client.post(COMPLETIONS, json=body))
         parts = asyncio.ensure_future(client.post(COMPLETIONS, json=body | {"stream": True}))
@@ -441,17 +430,12 @@ def test_an_engine_that_fails_ends_answers_with_an_error(how, n):
             assert (done, end) == ("data: [DONE]", "")
             assert set(json.loads(error.removeprefix("data: "))["error"]) >= {"message", "code"}
 
-    info = replace(INFO, max_batch_size=3 * n)
-    talk(scenario, lambda: FakeEngine(delay=0.005, info=info))
 
-
-def test_a_defect_is_an_error_without_internals(caplog):
-    async def scenario(client, engine):
+async def test_a_defect_is_an_error_without_internals(caplog):
+    async with talking() as (client, engine):
         engine.client.submit = lambda *_: 1 / 0
-        return await client.post(COMPLETIONS, json={"prompt": "a"})
-
-    with caplog.at_level(logging.ERROR, "ptq.serve"):
-        error = error_of(talk(scenario), 500)
+        with caplog.at_level(logging.ERROR, "ptq.serve"):
+            error = error_of(await client.post(COMPLETIONS, json={"prompt": "a"}), 500)
     assert "ZeroDivision" not in error["message"]
     assert "ZeroDivisionError" in caplog.text
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,7 +11,9 @@ from inference.server.engine_client import Overloaded
 from inference.server.metrics import Metrics
 from inference.server.open_requests import Histogram, QueueLimits
 from tests.inference.server.fake_engine import FakeEngine, Reading
-from tests.inference.server.http_client import talk
+from tests.inference.server.http_client import talking
+
+pytestmark = pytest.mark.anyio
 
 
 def values(metrics: Metrics) -> dict[str, float]:
@@ -32,27 +32,23 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def test_requests_are_counted_and_timed():
-    async def run() -> dict[str, float]:
-        engine = FakeEngine(delay=0.002, limits=QueueLimits(requests=2))
-        for size in (5, 9):
-            params = SamplingParams(max_tokens=size)
-            async for _ in Reading(engine.client.submit([1, 2, 3], params)):
-                pass
-        left = Reading(engine.client.submit([1], SamplingParams(max_tokens=100)))
-        await anext(left)
-        left.cancel()
-        engine.hold = True
-        for _ in range(6):
-            engine.client.submit([1], SamplingParams())
-        with pytest.raises(Overloaded):
-            engine.client.submit([1], SamplingParams())
-        found = values(Metrics(engine.client, "tiny"))
-        engine.fail()
-        assert values(Metrics(engine.client, "tiny"))["ptq:num_requests_in_flight"] == 0
-        return found
-
-    found = asyncio.run(run())
+async def test_requests_are_counted_and_timed():
+    engine = FakeEngine(delay=0.002, limits=QueueLimits(requests=2))
+    for size in (5, 9):
+        params = SamplingParams(max_tokens=size)
+        async for _ in Reading(engine.client.submit([1, 2, 3], params)):
+            pass
+    left = Reading(engine.client.submit([1], SamplingParams(max_tokens=100)))
+    await anext(left)
+    left.cancel()
+    engine.hold = True
+    for _ in range(6):
+        engine.client.submit([1], SamplingParams())
+    with pytest.raises(Overloaded):
+        engine.client.submit([1], SamplingParams())
+    found = values(Metrics(engine.client, "tiny"))
+    engine.fail()
+    assert values(Metrics(engine.client, "tiny"))["ptq:num_requests_in_flight"] == 0
     assert found["ptq:engine_ready"] == 1
     assert found["ptq:num_requests_in_flight"] == 6
     assert found["ptq:prompt_tokens_total"] == 7
@@ -114,17 +110,15 @@ def test_a_value_on_a_bound_counts_below_it():
     assert histogram.total == 14
 
 
-def test_the_route_shows_what_was_asked():
-    async def scenario(client, engine) -> dict[str, float]:
+async def test_the_route_shows_what_was_asked():
+    async with talking() as (client, _):
         await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3})
         await client.post("/v1/completions", json={"prompt": []})
         await client.get("/v1/models/tiny")
         await client.request("BREW", "/made/up")
         answer = await client.get("/metrics")
         assert answer.headers["content-type"].startswith("text/plain")
-        return samples(answer.text)
-
-    found = talk(scenario)
+        found = samples(answer.text)
     counts = {k: v for k, v in found.items() if k.startswith("ptq:http_requests_total")}
     assert sorted((k.split(" ", 1)[1], v) for k, v in counts.items()) == [
         ("method=GET route=/v1/models/{model:path} status=200", 1),

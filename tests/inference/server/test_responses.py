@@ -10,7 +10,8 @@ import pytest
 
 from inference.server.messages import Submit
 from tests.inference.server.fake_engine import FakeEngine
-from tests.inference.server.http_client import post, talk, tokenizer
+from tests.inference.server.http_client import ask as send
+from tests.inference.server.http_client import post, talk, talking, tokenizer
 from tests.inference.server.test_chat_tools import ADD, CALL, saying
 from tests.inference.server.tools import templates
 
@@ -116,15 +117,14 @@ def test_an_empty_answer_is_an_empty_text():
         assert told["output"][0]["content"] == [{**TEXT, "text": ""}]
 
 
-def test_a_failure_in_a_stream_is_its_last_event():
-    async def scenario(client, engine):
+@pytest.mark.anyio
+async def test_a_failure_in_a_stream_is_its_last_event():
+    async with talking(partial(FakeEngine, delay=0.01)) as (client, engine):
         answer = asyncio.create_task(client.post(ROUTE, json={"input": "x", "stream": True}))
         while engine.client.measures.generation_tokens < 3:
             await asyncio.sleep(0.001)
         engine.fail()
-        return await answer
-
-    last = events(talk(scenario, partial(FakeEngine, delay=0.01)))[-1]["response"]
+        last = events(await answer)[-1]["response"]
     assert (last["status"], last["error"]["code"]) == ("failed", "server_error")
 
 
@@ -241,7 +241,4 @@ def test_fields_of_clients_that_ask_for_nothing_are_taken():
 
 
 def test_a_stored_answer_is_nowhere():
-    async def scenario(client, engine):
-        return await client.get(ROUTE + "/resp_1")
-
-    assert talk(scenario).status_code == 404
+    assert send("GET", ROUTE + "/resp_1").status_code == 404

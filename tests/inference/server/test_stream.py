@@ -15,6 +15,7 @@ from tests.inference.server.fake_engine import FakeEngine, Reading
 from tests.inference.server.http_client import events
 from tests.inference.server.real_server import RealServer
 
+pytestmark = pytest.mark.anyio
 PROMPT = [40, 41, 42]
 
 
@@ -75,32 +76,24 @@ def test_an_end_token_is_no_text(engine):
     assert not fake.aborted
 
 
-def test_tokens_whose_text_is_held_back_come_with_the_next(engine):
+async def test_tokens_whose_text_is_held_back_come_with_the_next(engine):
     tokens = engine.tokenizer("é", add_special_tokens=False)["input_ids"]  # bytes of one character
     assert len(tokens) > 1
     fake = FakeEngine(answer=lambda *_: [*tokens, 0])
-
-    async def run() -> list:
-        stream = fake.client.submit(PROMPT, SamplingParams(max_tokens=9))
-        stream.text = AnswerText(engine.tokenizer)
-        return [delta async for delta in Reading(stream)]
-
-    first, last = asyncio.run(run())
+    stream = fake.client.submit(PROMPT, SamplingParams(max_tokens=9))
+    stream.text = AnswerText(engine.tokenizer)
+    first, last = [delta async for delta in Reading(stream)]
     assert (first.text, first.token_ids) == ("é", tokens)
     assert (last.text, last.token_ids, last.finish_reason) == ("", [0], "stop")
 
 
 @pytest.mark.parametrize("end", [[], [0]])
-def test_a_text_that_is_complete_without_an_end_token_is_told_whole(engine, end):
+async def test_a_text_that_is_complete_without_an_end_token_is_told_whole(engine, end):
     tokens = engine.tokenizer("{}", add_special_tokens=False)["input_ids"]
     fake = FakeEngine(answer=lambda *_: [*tokens, *end])
-
-    async def run() -> list:
-        stream = fake.client.submit(PROMPT, SamplingParams(max_tokens=9))
-        stream.text = AnswerText(engine.tokenizer, ends={0})
-        return [delta async for delta in Reading(stream)]
-
-    found = asyncio.run(run())
+    stream = fake.client.submit(PROMPT, SamplingParams(max_tokens=9))
+    stream.text = AnswerText(engine.tokenizer, ends={0})
+    found = [delta async for delta in Reading(stream)]
     assert "".join(delta.text for delta in found) == "{}"
     assert found[-1].finish_reason == "stop"
 

@@ -15,9 +15,8 @@ from formats.errors import RequestError
 from formats.tokenizer import load_tokenizer
 from inference.requests.constraint import Constraint
 from inference.structured import compiler as compiling
-from inference.structured.compiler import GrammarCompiler, tokenizer_info
+from inference.structured.compiler import GrammarCompiler, GrammarMatcher, tokenizer_info
 from inference.structured.helper import Bounds, compile_one, grammar_of
-from inference.structured.matcher import GrammarMatcher
 
 xgrammar = pytest.importorskip("xgrammar")
 

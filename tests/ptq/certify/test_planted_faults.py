@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ptq.certify.figures import Figure
-from ptq.certify.run import certify
+from ptq.certify.measuring import certify
 from tests.ptq.certify import planting
 
 FOLDER = Path(os.environ.get("PTQ_REAL_MODEL", "/no/model"))

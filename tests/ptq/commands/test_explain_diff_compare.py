@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from ptq.commands import compare, diff, explain
-from ptq.report.differences import diff_checkpoints
+from ptq.commands.diff import diff_checkpoints
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 

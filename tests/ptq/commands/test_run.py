@@ -11,7 +11,7 @@ import pytest
 from formats.command import run_command
 from formats.errors import RecipeError
 from ptq.commands import check, run
-from ptq.commands.next_steps import next_commands
+from ptq.commands.shared import next_commands
 from ptq.plan.describe import _ranges
 from ptq.recipe.reading import load_recipe
 from ptq.text import typed_path

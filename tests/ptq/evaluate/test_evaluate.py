@@ -21,7 +21,7 @@ from ptq.evaluate import local_tasks
 from ptq.evaluate.engine_lm import EngineLM, sampling_params
 from ptq.evaluate.evaluation import _expanded, _task, evaluate
 from ptq.evaluate.figures import Metric, recovery
-from ptq.evaluate.functions import FUNCTIONS, passes
+from ptq.evaluate.local_tasks import FUNCTIONS, passes
 from ptq.recipe.own_model import shipped_paths
 
 MODEL = shipped_paths()["w4_gptq"].parent / "tiny-python"
@@ -178,7 +178,7 @@ def test_an_unknown_task_is_refused_with_a_near_one(lm):
     ids=["right", "wrong", "endless", "writes", "forks"],
 )
 def test_code_runs_in_a_process_with_limits(code, holds, monkeypatch):
-    monkeypatch.setattr("ptq.evaluate.functions.SECONDS", 1)
+    monkeypatch.setattr("ptq.evaluate.local_tasks.SECONDS", 1)
     found = passes(code, FUNCTIONS[0][1])
     assert holds is None or found == holds
 

@@ -13,6 +13,7 @@ from formats.errors import CheckpointError
 from formats.scheme import PRESETS
 from inference.engine import Engine
 from kernels.numerics import TYPES, dequantize, fake_quantize_activations
+from ptq.commands.diff import diff_checkpoints
 from ptq.convert.convert import convert
 from ptq.methods.clip import Clip, ClipSpec
 from ptq.methods.common.block import quantized_block
@@ -24,7 +25,6 @@ from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.resume import ResumableRun
-from ptq.report.differences import diff_checkpoints
 from ptq.report.inspection import describe, inspect
 from tests.experts import MOE
 from tests.ptq.quantizing import make_plan, observed_work, random_tokens

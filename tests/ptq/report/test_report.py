@@ -35,16 +35,15 @@ from ptq.recipe.schema import Recipe, ThresholdsSpec
 from ptq.report import scatter
 from ptq.report.data import ReportData, check_thresholds, failure
 from ptq.report.measure import spread
-from ptq.report.measured.drafts import DraftPair
+from ptq.report.measured.generated import DraftPair
 from ptq.report.outliers import OutlierRow, distinct_inputs
-from ptq.report.page.section import Table
+from ptq.report.page.page import Table
 from ptq.report.pages import draw_plots, render_html, render_markdown, sections
 from ptq.report.parts import accuracy as accuracy_part
 from ptq.report.parts.activations import READERS
 from ptq.report.parts.loss import grid_of
 from ptq.report.report import make_report, write_report
-from ptq.report.summary import summary_rows
-from ptq.report.verdict import verdict_of
+from ptq.report.verdict import summary_rows, verdict_of
 from ptq.result import load_result
 from tests.ptq.report.judging import thresholds
 

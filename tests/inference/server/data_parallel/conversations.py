@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from inference.config import EngineConfig
 from inference.requests.request import SamplingParams
-from inference.server.data_parallel.fleet import EngineFleet
 from inference.server.engine.process import EngineProcess, EngineSource, Place
 from inference.server.engine_client import EngineClient
+from inference.server.fleet import EngineFleet
 from tests.inference.server.fake_engine import Reading
 
 SIZES = EngineConfig(max_batch_size=16, kv_blocks=200)

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from formats.errors import RequestError
-from inference.server.data_parallel.router import KnownPrefixes, Load, Router, block_hashes
 from inference.server.engine.process import Place, places
+from inference.server.fleet import KnownPrefixes, Load, Router, block_hashes
 
 BLOCK = 4
 IDLE = Load(queued=0, in_flight=0, places=8)

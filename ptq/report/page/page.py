@@ -1,17 +1,24 @@
-"""What sections of the report consist of.
+"""What a page of the report consists of, as one HTML file that needs nothing else, or as Markdown.
 
-They write themselves as Markdown, all but the plots.
+The templates `page.html.j2` and `page.md.j2`, and the style, are beside this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import base64
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 
+from ptq.report.page.figure import STYLE, svg_text
+
 Cells = tuple[str, ...]
+MARKED = {"holds": "holds", "MISSED": "missed"}  # classes of cells, by their text
 
 
 @dataclass(frozen=True)
@@ -61,13 +68,7 @@ class Section:
     """A headline, what its figures mean, and what is shown below it.
 
     Attributes:
-        title: The headline.
-        text: A paragraph.
-        plots: Shown in this order.
-        tables: Below them.
-        code: Text to be copied, folded.
         notes: Points of a list, above the plots.
-        pairs: Texts of both models side by side.
     """
 
     title: str
@@ -85,7 +86,6 @@ class Point:
 
     Attributes:
         label: What is asked, in a few words.
-        text: The answer.
         code: A command to paste, or nothing.
     """
 
@@ -99,13 +99,10 @@ class Top:
     """What stands on top of the page.
 
     Attributes:
-        title: Model and scheme.
         line: When and with what it was made.
         outcome: `passed`, `failed`, or `open` where there are no thresholds.
         light: `green`, `amber`, `red`, or `grey` where there are no thresholds.
-        headline: The verdict in a sentence.
         points: Answers, in order.
-        tables: Thresholds and figures.
     """
 
     title: str
@@ -117,52 +114,66 @@ class Top:
     tables: tuple[Table, ...]
 
 
+def drawn(sections: Iterable[Section]) -> dict[str, tuple[str, ...]]:
+    """The panels of all plots of sections as SVG, by the plot's name."""
+    plots = [plot for section in sections for plot in section.plots]
+    with rc_context(STYLE):
+        return {plot.name: tuple(map(svg_text, plot.draw())) for plot in plots}
+
+
+def html_page(top: Top, sections: Iterable[Section], plots: Mapping[str, Sequence[str]]) -> str:
+    """The page.
+
+    Args:
+        top: What stands on top of it.
+        plots: Panels as SVG text by the plot's name; a plot that is missing is left out.
+
+    Returns:
+        HTML that loads nothing: style and images are inside. All text is escaped.
+    """
+    template = _environment(autoescape=True).get_template("page.html.j2")
+    return template.render(top=top, sections=sections, plots=plots, marked=MARKED) + "\n"
+
+
 def markdown_page(top: Top, sections: Iterable[Section]) -> str:
     """The page: verdict, tables and explanations."""
-    parts = [f"# {_plain(top.title)}", _plain(top.line), _plain(top.headline)]
-    for point in top.points:
-        parts.append(f"- **{_plain(point.label)}**: {_plain(point.text)}")
-        parts += [f"```\n{point.code}\n```"] if point.code else []
-    parts += map(_table, top.tables)
-    for section in sections:
-        parts += _section(section)
-    return "\n\n".join(parts) + "\n"
+    template = _environment(autoescape=False).get_template("page.md.j2")
+    return template.render(top=top, sections=sections).rstrip("\n") + "\n"
 
 
-def _section(section: Section) -> Iterator[str]:
-    yield f"## {section.title}"
-    yield section.text
-    if section.notes:
-        yield "\n".join(f"- {_plain(note)}" for note in section.notes)
-    for pair in section.pairs:
-        yield from _pair(pair)
-    for table in section.tables:
-        if table.caption:
-            yield f"{table.caption}:"
-        yield _table(table)
-    if section.code:
-        yield f"```yaml\n{section.code.rstrip()}\n```"
+def _environment(*, autoescape: bool) -> Environment:
+    environment = Environment(
+        loader=PackageLoader("ptq.report.page", ""),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = {"base64": _base64, "width": _width, "plain": _plain, "row": _row, "code": _code}
+    environment.filters |= filters
+    return environment
 
 
-def _pair(pair: Pair) -> Iterator[str]:
-    """Both texts, indented as code: what is in them is no markup."""
-    for name, text in (("original", pair.original), ("quantized", pair.quantized)):
-        yield f"{_plain(pair.caption)}, {name}:"
-        yield "\n".join(f"    {line}" for line in text.splitlines() or [""])
+def _base64(svg: str) -> str:
+    return base64.b64encode(svg.encode()).decode()
 
 
-def _table(table: Table) -> str:
-    lines: Iterator[Cells] = iter((table.columns, *table.rows))
-    first = _row(next(lines))
-    rule = "|---|" + "---:|" * (len(table.columns) - 1)
-    return "\n".join([first, rule, *map(_row, lines)])
-
-
-def _row(cells: Cells) -> str:
-    return "| " + " | ".join(_plain(cell) for cell in cells) + " |"
+def _width(svg: str) -> str:
+    """Width of an image in pixels."""
+    found = re.search(r'width="([\d.]+)pt"', svg)
+    assert found is not None
+    return f"{float(found[1]) * 4 / 3:.0f}"
 
 
 def _plain(text: str) -> str:
     """Text that Markdown shows as it is."""
     text = escape(text, quote=False)
     return "".join(f"\\{char}" if char in "|`*_[]\\" else char for char in text).replace("\n", " ")
+
+
+def _row(cells: Cells) -> str:
+    return f"| {' | '.join(map(_plain, cells))} |"
+
+
+def _code(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])

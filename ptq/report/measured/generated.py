@@ -1,4 +1,7 @@
-"""What quantizing does to the drafts of the layer with which a model predicts further tokens."""
+"""What both models write from the same beginnings: texts to be read, and how many drafts hold.
+
+Drafts are those of the layer with which a model predicts further tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,57 @@ from inference.speculate.chain import Target
 from inference.speculate.counts import DraftCounts
 from inference.speculate.methods.mtp import METHOD
 
-DEPTH, PROMPT, NEW = 3, 32, 64  # drafts of a step; tokens of a prompt, and after it
+COMPLETED = 48  # tokens of a prompt, and after it
+DEPTH, DRAFTED_PROMPT, DRAFTED_NEW = 3, 32, 64  # drafts of a step; tokens, likewise
 
 log = logging.getLogger(__name__)
+
+
+class Completion(Strict):
+    """Greedy completions of one prompt.
+
+    Attributes:
+        common: Characters at the start of both that are the same.
+    """
+
+    prompt: str
+    original: str
+    quantized: str
+    common: int
+
+
+def complete(
+    original: Engine, quantized: Engine, sequences: Sequence[Tensor]
+) -> tuple[Completion, ...]:
+    """Let both models complete the start of each sequence.
+
+    Args:
+        sequences: Token ids, int64 [T] each.
+    """
+    longest = original.config.max_model_len
+    assert longest is not None
+    new = min(COMPLETED, longest // 2)
+    prompts = [ids[: min(COMPLETED, longest - new)].tolist() for ids in sequences]
+    params = SamplingParams(max_tokens=new)
+    texts = [
+        [output.text for output in engine.generate(prompts, params)]
+        for engine in (original, quantized)
+    ]
+    return tuple(
+        Completion(
+            prompt=original.tokenizer.decode(prompt),
+            original=first,
+            quantized=second,
+            common=_common(first, second),
+        )
+        for prompt, first, second in zip(prompts, *texts, strict=True)
+    )
+
+
+def _common(first: str, second: str) -> int:
+    """Characters at the start of two texts that are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 class DraftPair(Strict):
@@ -33,8 +84,6 @@ def measure_drafts(
     """Let both models go on from the start of each sequence, greedily, with drafts of their layer.
 
     Args:
-        original: The reference.
-        quantized: What is judged.
         sequences: Token ids, int64 [T] each.
 
     Returns:
@@ -42,7 +91,7 @@ def measure_drafts(
     """
     if not sequences or not all(map(_drafts, (original, quantized))):
         return None
-    prompts = [ids[:PROMPT].tolist() for ids in sequences]
+    prompts = [ids[:DRAFTED_PROMPT].tolist() for ids in sequences]
     try:
         before, after = (_tokens_a_step(engine, prompts) for engine in (original, quantized))
     except EngineError as error:
@@ -62,7 +111,7 @@ def _tokens_a_step(engine: Engine, prompts: list[list[int]]) -> float:
     own = (engine.config, engine.backend, engine.model, engine.checkpoint)
     engine.speculate_by(METHOD.make(None, Target(engine.tokenizer, vocabulary, *own)), DEPTH)
     try:
-        new = min(NEW, longest // 2)
+        new = min(DRAFTED_NEW, longest // 2)
         params = SamplingParams(max_tokens=new, ignore_eos=True)
         engine.generate([ids[: longest - new] for ids in prompts], params)
         return DraftCounts.of(engine.speculation).tokens_per_step

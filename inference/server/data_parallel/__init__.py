@@ -1,1 +1,0 @@
-"""Data parallelism: several engines of one server, and which takes a request."""
