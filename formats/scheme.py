@@ -284,6 +284,20 @@ class LayerScheme(Strict):
         return LayerScheme(weights=spec)
 
     @property
+    def by_token(self) -> LayerScheme:
+        """The same with inputs that are scaled when they arrive, where their scale is calibrated.
+
+        fp8 weights have a scale for each output channel then.
+        """
+        spec, inputs = self.weights, self.activations
+        if spec is None or inputs is None or inputs.dynamic:
+            return LayerScheme(weights=spec, activations=inputs)
+        if spec.granularity == "per_tensor":
+            spec = spec.model_copy(update={"granularity": "per_channel"})
+        inputs = inputs.model_copy(update={"granularity": "per_token"})
+        return LayerScheme(weights=spec, activations=inputs)
+
+    @property
     def opened(self) -> Self:
         """The same for layers of any size; see `WeightSpec.opened`."""
         return self.model_copy(update={"weights": self.weights and self.weights.opened})

@@ -27,6 +27,7 @@ from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import Checkpoint
 from formats.families.family import LatentAttention
+from formats.families.names import block_of
 from formats.families.registry import find_family
 from formats.families.sizes import latent_sizes
 from formats.modeling.layers import attention_of_blocks, structure_of
@@ -52,8 +53,10 @@ def fake_quantized_logits(checkpoint: Checkpoint, ids: Tensor) -> Tensor:
     if checkpoint.scheme.kv_cache is not None:
         model.set_attn_implementation(ATTENTION)
         names = _caches(checkpoint)
-        for module in model.modules():
+        for path, module in model.named_modules():
             index = getattr(module, "layer_idx", None)
+            if hasattr(module, "layer_idx") and index is None:  # its block's code says it (Zamba)
+                index = int(str(block_of(f"{path}.q")).rpartition(".")[2])
             name = None if index is None else names[index]
             if name is not None:
                 static = checkpoint.kv_scales.get(name, (None, None))

@@ -125,6 +125,7 @@ def check_rounding(
     bound: float,
     longest: int = 512,
     near: float = NEAR,
+    apart: int = 0,
     **config: Any,
 ) -> None:
     """Our engine on a quantized checkpoint, cache and all, beside transformers rounded by hand.
@@ -136,6 +137,8 @@ def check_rounding(
         bound: How far logits may go from these.
         longest: Tokens of the longest request.
         near: How far apart the two KL may be, as a share of one.
+        apart: Tokens at which the two differ most, that are left out: a router may send them
+            elsewhere after a rounding that falls the other way.
         config: Other settings of the engine.
     """
     rounded = fake_quantized_logits(checkpoint, ids)
@@ -143,5 +146,6 @@ def check_rounding(
     engine = Engine.from_pretrained(checkpoint.path, config=settings)
     ours = engine.score(ids.tolist())
     assert distance(ours, rounded) < bound / 2
-    told = divergence(ours, wanted), divergence(rounded, wanted)
+    kept = (ours - rounded).norm(dim=-1).argsort()[: len(ids) - apart]
+    told = divergence(ours[kept], wanted[kept]), divergence(rounded[kept], wanted[kept])
     assert abs(told[0] - told[1]) < near * told[1], told

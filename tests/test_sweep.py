@@ -10,6 +10,8 @@ SAMPLE = ("apertus", "gpt_bigcode", "helium", "nemotron", "dots1", "seed_oss", "
 SAMPLE += ("lfm2",)  # keeps a state
 SAMPLE += ("gemma3n_text", "granitemoe")  # K and V of other blocks; experts in 3-D parameters
 SAMPLE += ("kimi_linear",)  # convolutions that files have one by one
+SAMPLE += ("dbrx", "jetmoe", "llama4_text")  # code that looks at data; attention in chunks
+SAMPLE += ("minimax", "zaya", "zamba2")  # states without convolutions, of q, k, v; shared blocks
 
 
 @pytest.mark.parametrize("kind", SAMPLE)
@@ -28,8 +30,9 @@ def test_what_is_no_decoder_of_text_does_not_count():
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("dbrx", "its code looks at numbers that it has computed"),
-        ("diffllama", "self_attn calls attention more than once; a block has one cache"),
+        ("diffllama", "self_attn attends twice with the same keys and other values"),
+        ("hrm_text", "its blocks run several times on each token"),
+        ("longcat_flash", "not every expert is a gate, an up and a down projection"),
         ("doge", "attention a mask that is neither causal nor a sliding window"),
     ],
 )

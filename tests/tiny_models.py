@@ -113,7 +113,10 @@ OWN: dict[str, dict[str, Any]] = {  # what the sizes above do not tell
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16},
     "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 128},
     "olmo_hybrid": {"linear_key_head_dim": 32},
+    "zaya": {"num_experts_per_tok": 1},
     "zamba2": {"num_hidden_layers": 3}  # the third has what the second has
+    | {key: ["mamba", "hybrid", "hybrid"] for key in ("layer_types", "layers_block_type")},
+    "zamba": {"num_hidden_layers": 3, "mamba_dt_rank": 8}
     | {key: ["mamba", "hybrid", "hybrid"] for key in ("layer_types", "layers_block_type")},
     "bloom": {"seq_length": 512},  # as published ones have
     "cohere_compass_text": {

@@ -52,8 +52,8 @@ from formats.families.predicting import UNDECLARED
 from formats.families.registry import find_family
 from formats.families.sizes import merged_rows
 from formats.modeling.layers import renamed_of, stacks_of
-from formats.stored.names import Renamed
-from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
+from formats.stored.names import Renamed, copy_shared
+from formats.stored.safetensors_files import Computed, StoredTensors, TensorFile, read_elements
 
 SHAPE = "weight_shape"
 ONE_FOR_ALL = "input_scale"
@@ -69,69 +69,33 @@ _PREDICTING = re.compile(rf"({UNDECLARED.module}\.layers\.\d+)(\..+)")
 _PARAMETER = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 
 
-class OfOneExpert:
+def _of_one_expert(
+    file: StoredTensors, parameter: str, expert: int, name: str, outputs: slice, last: bool
+) -> Computed:
     """A tensor of one expert's layer, out of a parameter of all experts.
 
     Args:
-        file: Holds the parameter.
-        parameter: Its name.
-        expert: Which.
-        name: Name that the tensor gets.
         outputs: The layer's among those of the parameter.
         last: Whether outputs are the parameter's last dimension, and not the first of an expert.
     """
+    dtype, (_, *own) = file.tensors[parameter]
+    rows, *inputs = reversed(own) if last else own
+    rows = len(range(rows)[outputs])
+    shape = (rows, math.prod(inputs)) if inputs else (rows,)
+    first = expert * math.prod(own[:-1] if inputs else own)
+    stored = RowsOf(file, parameter, {name: first}, tuple(own))
 
-    def __init__(
-        self,
-        file: StoredTensors,
-        parameter: str,
-        expert: int,
-        name: str,
-        outputs: slice,
-        last: bool,
-    ) -> None:
-        dtype, (_, *own) = file.tensors[parameter]
-        self._file, self._parameter, self._expert = file, parameter, expert
-        self._outputs, self._last = outputs, last
-        rows, *inputs = reversed(own) if last else own
-        rows = len(range(rows)[outputs])
-        self.path: Path = file.path
-        shape = (rows, math.prod(inputs)) if inputs else (rows,)
-        self.tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {name: (dtype, shape)}
-        self._own = {name: (dtype, tuple(own))}
+    def taken() -> Tensor:
+        """The layer's rows, which are apart in the file."""
+        values = read_elements({name: stored}, [name]).view(own)
+        return (values.T if last else values)[outputs].reshape(shape)
 
-    def held(self, name: str) -> Tensor:
-        """The tensor, whose rows lie apart in the file."""
-        expert = _Expert(self.path, self._own, self._file.span(self._parameter)[0], self._expert)
-        values = read_elements({name: expert}, [name]).view(self._own[name][1])
-        rows = (values.T if self._last else values)[self._outputs]
-        return rows.reshape(self.tensors[name][1])
-
-
-class _Expert:
-    """What a parameter that begins at `start` holds of one expert."""
-
-    def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-        start: int,
-        expert: int,
-    ) -> None:
-        self.path, self.tensors = path, tensors
-        self._start, self._expert = start, expert
-
-    def span(self, name: str) -> tuple[int, int]:
-        """Where it begins and ends in the file, in bytes."""
-        dtype, shape = self.tensors[name]
-        nbytes = dtype.itemsize * math.prod(shape)
-        start = self._start + self._expert * nbytes
-        return start, start + nbytes
+    return Computed(file.path, name, (dtype, shape), taken)
 
 
 def alternating_experts(
     name: str, file: StoredTensors, names: GatedMLP
-) -> Iterator[tuple[str, OfOneExpert]]:
+) -> Iterator[tuple[str, Computed]]:
     """The tensors of layers in a parameter of all experts; none of another tensor.
 
     Args:
@@ -158,7 +122,7 @@ def alternating_experts(
         for i, leaf in enumerate(leaves):
             own = f"{experts}.{expert}.{leaf}.{LEAVES[kind]}"
             part = slice(i, None, len(leaves))
-            yield own, OfOneExpert(file, name, expert, own, part, last)
+            yield own, _of_one_expert(file, name, expert, own, part, last)
 
 
 class RowsOf:
@@ -192,25 +156,17 @@ class RowsOf:
         return start, start + self._nbytes
 
 
-class ShapeOf:
-    """The stored shape, int64 [2], of a layer whose packed weight is a run of rows.
+def _shape_of(file: StoredTensors, tensor: str, name: str, rows: int) -> Computed:
+    """The shape, int64 [2], of a layer of so many rows whose packed weight is a part of another's.
 
-    Args:
-        file: Holds the shape of the whole.
-        tensor: Its name.
-        name: Name that the layer's own shape gets.
-        rows: Of the layer.
+    No file has it; `tensor` is the shape of the whole.
     """
 
-    def __init__(self, file: StoredTensors, tensor: str, name: str, rows: int) -> None:
-        self._file, self._tensor, self._rows = file, tensor, rows
-        self.path = file.path
-        self.tensors = {name: (torch.int64, (2,))}
+    def made() -> Tensor:
+        whole = read_elements({tensor: file}, [tensor])
+        return torch.stack((torch.tensor(rows), whole[1]))
 
-    def held(self, name: str) -> Tensor:
-        """The layer's own shape, which no file has."""
-        whole = read_elements({self._tensor: self._file}, [self._tensor])
-        return torch.stack((torch.tensor(self._rows), whole[1]))
+    return Computed(file.path, name, (torch.int64, (2,)), made)
 
 
 def split_stored(
@@ -228,6 +184,7 @@ def split_stored(
     family, found = find_family(config), dict[str, TensorFile](files)
     if family is None:
         _split_stacks(found, files, config)
+        copy_shared(found, files, config)
         return found
     if family.mixture is not None:
         for name, file in files.items():
@@ -321,7 +278,7 @@ def _split_merged(
     for part, rows in parts.items():
         own = f"{parent}.{part}.{leaf}"
         if leaf == SHAPE:
-            found[own] = ShapeOf(file, name, own, rows)
+            found[own] = _shape_of(file, name, own, rows)
         elif leaf == ONE_FOR_ALL or shape in ((), (1,)):
             found[own] = RowsOf(file, name, {own: 0}, shape or (1,))
         elif rows * shape[0] % total:

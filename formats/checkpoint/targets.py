@@ -6,16 +6,21 @@ merged layer means the same to both:
 
     re:.*layers\\.(0|3)\\.self_attn\\.(q_proj|k_proj|v_proj|qkv_proj)$
 
-The head is beside the blocks and is named alone, by the end of its name. No pattern of a group
-matches a layer of another one, so that their order means nothing.
+The head is beside the blocks and is named alone, by the end of its name. Layers that predict
+further tokens may be in a list of their own (`mtp.layers`, `model.mtp_layers`), whose name then
+tells them from the blocks. No pattern of a group matches a layer of another one, so that their
+order means nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
-from formats.families.names import MERGED, MERGED_EXPERTS, any_expert, list_of, split_name
+from formats.families.names import MERGED, MERGED_EXPERTS, any_expert, block_of, split_name
+
+Place = tuple[str, str, str, str]  # pattern of the list, index there, path in the block, own name
 
 
 def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -27,17 +32,38 @@ def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
             of one group.
     """
     split = [[(name, split_name(name)) for name in names] for names in groups]
-    parts = [[part for _, part in names if part is not None] for names in split]
+    lists = _lists(name for names in split for name, part in names if part is not None)
+    parts = [[(lists[_list(n)], *part) for n, part in names if part is not None] for names in split]
     owners: dict[tuple[str, ...], set[int]] = {}
     for i, layers in enumerate(parts):
-        for block, module, leaf in layers:
-            owners.setdefault((block, _starred(module), leaf), set()).add(i)
-            owners.setdefault((_starred(module), leaf), set()).add(i)
-    lists = [list_of(name) for names in split for name, part in names if part is not None]
-    blocks = lists[0] if lists else "layers"
-    targets = [_targets(i, layers, owners, blocks) for i, layers in enumerate(parts)]
+        for where, block, module, leaf in layers:
+            owners.setdefault((where, block, _starred(module), leaf), set()).add(i)
+            owners.setdefault((where, _starred(module), leaf), set()).add(i)
+    targets = [_targets(i, layers, owners) for i, layers in enumerate(parts)]
     heads = ([rf"re:.*{re.escape(name)}$" for name, part in own if part is None] for own in split)
     return [of_blocks + head for of_blocks, head in zip(targets, heads, strict=True)]
+
+
+def _list(module: str) -> str:
+    """Full name of the list of blocks that a module is in."""
+    return (block_of(module) or "").rpartition(".")[0]
+
+
+def _lists(modules: Iterable[str]) -> dict[str, str]:
+    """For each list that modules are in, a pattern that ends the names of no other one.
+
+    The list of most of them has its own name alone, before which that of another may not stand.
+    """
+    count = Counter(map(_list, modules))
+    (main, *others) = sorted(count, key=lambda path: -count[path]) or [""]
+    own, found, before = main.rpartition(".")[2], dict[str, str](), ""
+    for path in others:
+        name = path.rpartition(".")[2]
+        told = ".".join(path.split(".")[-2:]) if name == own else name
+        found[path] = re.escape(told)
+        if told.endswith(own):
+            before += f"(?<!{re.escape(told.removesuffix(own))})"
+    return {main: before + re.escape(own), **found}
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:
@@ -56,24 +82,19 @@ def _starred(module: str) -> str:
 
 
 def _targets(
-    group: int,
-    layers: Sequence[tuple[str, str, str]],
-    owners: Mapping[tuple[str, ...], set[int]],
-    blocks_list: str,
+    group: int, layers: Sequence[Place], owners: Mapping[tuple[str, ...], set[int]]
 ) -> list[str]:
     """Patterns of one group; blocks and experts are numbered where other groups have some."""
-    places: dict[tuple[str, str], dict[str, None]] = {}
-    for block, module, leaf in layers:
-        whole = owners[block, _starred(module), leaf] == {group}
-        places.setdefault((_starred(module) if whole else module, leaf), {})[block] = None
-    together: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for (module, leaf), blocks in places.items():
-        alone = owners[_starred(module), leaf] == {group}
-        together.setdefault((module, () if alone else tuple(blocks)), []).append(leaf)
-    return [
-        _pattern(blocks_list, module, blocks, leaves)
-        for (module, blocks), leaves in together.items()
-    ]
+    places: dict[tuple[str, str, str], dict[str, None]] = {}
+    for where, block, module, leaf in layers:
+        whole = owners[where, block, _starred(module), leaf] == {group}
+        starred = _starred(module) if whole else module
+        places.setdefault((where, starred, leaf), {})[block] = None
+    together: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for (where, module, leaf), blocks in places.items():
+        alone = owners[where, _starred(module), leaf] == {group}
+        together.setdefault((where, module, () if alone else tuple(blocks)), []).append(leaf)
+    return [_pattern(*place, leaves) for place, leaves in together.items()]
 
 
 def _pattern(blocks_list: str, module: str, blocks: tuple[str, ...], leaves: list[str]) -> str:

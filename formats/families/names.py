@@ -14,7 +14,7 @@ from formats.families.registry import FAMILIES
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 _BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
-_IN_BLOCK = re.compile(r"(?:[^.]+\.)*?([^.]+)\.(\d+)\.(?:(.+)\.)?([^.]+)")
+_IN_BLOCK = re.compile(r"(?:[^.]+\.)*?[^.]+\.(\d+)\.(?:(.+)\.)?([^.]+)")
 _EXPERT = re.compile(r"\.experts\.(\d+)(?=\.)")
 _MIXTURES = tuple(family.mixture for family in FAMILIES if family.mixture)
 _EXPERT_LEAVES = {leaf for m in _MIXTURES for leaf in (*m.expert.gate_up, m.expert.down)}
@@ -42,13 +42,7 @@ def split_name(name: str) -> tuple[str, str, str] | None:
     The path is empty where the parent is the block itself, as it is of norms.
     """
     match = _IN_BLOCK.fullmatch(name)
-    return None if match is None else (match[2], match[3] or "", match[4])
-
-
-def list_of(name: str) -> str:
-    """Own name of the list of blocks that a module is in, such as `layers`; "" outside."""
-    match = _IN_BLOCK.fullmatch(name)
-    return "" if match is None else match[1]
+    return None if match is None else (match[1], match[2] or "", match[3])
 
 
 def block_of(name: str) -> str | None:

@@ -15,10 +15,10 @@ from formats.modeling.config import transformers_config
 from formats.modeling.experts import Experts
 from formats.modeling.load import FAULTS
 from formats.modeling.model import built, take_apart
-from formats.modeling.states import find_mixers, narrow_linears
+from formats.modeling.states import cache_argument, find_mixers, narrow_linears
 from formats.modeling.stored_names import named_modules, renamed_modules, tied_names
 from formats.modeling.structure import AttentionSite, BlockStructure, Structure
-from formats.modeling.trace import PROBE, Call, Key, Seen, is_stack, key_of, run
+from formats.modeling.trace import PROBE, Call, Key, Seen, all_zero, is_stack, key_of, run
 
 NEUTRAL = frozenset(  # arguments that change no number, or whose meaning is kept elsewhere
     """dropout scaling sliding_window is_causal position_ids use_cache cache_position layer_idx
@@ -47,14 +47,11 @@ def found_structure(values: Mapping[str, Any]) -> Structure:
     model = _model(kind, config)
     mixers = _mixers(kind, model)
     apart = take_apart(model)
-    try:
-        seen = run(model, masked=not mixers)
-    except FAULTS as error:
-        raise _refused(kind, _why_not_run(error)) from error
+    seen = _seen(kind, model, masked=not mixers)
     names = named_modules(model)
+    mixers |= _without_convolution(model, seen, names, mixers)
     blocks = _calls_by_block(kind, model, seen, names, mixers)
     stored, tied = apart.stored, tied_names(model)
-    _refuse_shared(kind, tied)
     renamed = {name: own for name, own in stored.items() if name != own}
     modules = _stored_modules(names, stored)
     return Structure(
@@ -70,14 +67,25 @@ def found_structure(values: Mapping[str, Any]) -> Structure:
     )
 
 
+def _seen(kind: str, model: Any, *, masked: bool) -> Seen:
+    """What a run of the code shows; on zeros where it, or one of its masks, looks at numbers."""
+    try:
+        seen = run(model, masked=masked)
+        if all(call.mask is None or _allowed(call, seen, 0, 0) for call in seen.calls):
+            return seen
+    except FAULTS as error:
+        if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
+            raise _refused(kind, _why_not_run(error)) from error
+    all_zero(model)
+    try:
+        return run(model, masked=masked)
+    except FAULTS as error:
+        raise _refused(kind, _why_not_run(error)) from error
+
+
 def _why_not_run(error: Exception) -> str:
     """Why code did not run without data, by what it raised."""
     reason = " ".join(str(error).split())[:200]
-    if isinstance(error, NotImplementedError) or "meta tensor" in reason:
-        return (
-            "its code looks at numbers that it has computed, such as which tokens an expert "
-            "gets, so that its layers cannot be found without data"
-        )
     return f"its code does not run on shapes alone ({type(error).__name__}: {reason})"
 
 
@@ -111,19 +119,24 @@ def _mixers(kind: str, model: nn.Module) -> dict[str, nn.Module]:
         raise _refused(kind, why) from error
 
 
-def _refuse_shared(kind: str, tied: Mapping[str, str]) -> None:
-    """Refuse a model whose blocks have weights of other blocks.
-
-    Raises:
-        CheckpointError: it is such.
-    """
-    for name, other in tied.items():
-        if block_of(name) is not None:
-            why = (
-                f"its blocks share weights ({block_of(name)} has some of {block_of(other)}), and "
-                "every block is quantized and stored with its own here"
-            )
-            raise _refused(kind, why)
+def _without_convolution(
+    model: nn.Module,
+    seen: Seen,
+    names: Mapping[nn.Module, str],
+    mixers: Mapping[str, nn.Module],
+) -> dict[str, nn.Module]:
+    """Modules that take a cache in blocks without attention and convolutions, by names in the
+    code: what they keep there is a state, or they are refused where it is looked for."""
+    calling = {block_of(f"{names[call.module]}.q") for call in seen.calls}
+    known = calling | {block_of(f"{name}.q") for name in mixers}
+    found = dict[str, nn.Module]()
+    for parent in {block.rpartition(".")[0] for block in calling if block is not None}:
+        for index, block in model.get_submodule(parent).named_children():
+            name = f"{parent}.{index}"
+            parts = () if name in known else block.named_modules(prefix=name)
+            takers = {own: part for own, part in parts if own != name and cache_argument(part)}
+            found |= dict(list(takers.items())[-1:])
+    return found
 
 
 def _calls_by_block(
@@ -149,8 +162,7 @@ def _calls_by_block(
         if block is None:
             raise _refused(kind, f"{names[call.module]} calls attention outside of blocks")
         if block in found:
-            why = f"{names[call.module]} calls attention more than once; a block has one cache here"
-            raise _refused(kind, why)
+            raise _refused(kind, _why_not_twice(found[block], call, names))
         if call.module in inside:
             raise _refused(kind, "its attention keeps a state of its own beside K and V")
         found[block] = call
@@ -171,6 +183,18 @@ def _calls_by_block(
         if _sees_later_tokens(call, seen):
             raise _refused(kind, "its tokens see later ones: it is an encoder")
     return {name: found.get(name) for name in every}
+
+
+def _why_not_twice(first: Call, second: Call, names: Mapping[nn.Module, str]) -> str:
+    """Why a block that calls attention twice is not run, as its calls show it."""
+    here, there = names[first.module], names[second.module]
+    if first.module is not second.module:
+        why = f"a block attends more than once ({here}, {there})"
+    elif key_of(first.key) == key_of(second.key):
+        why = f"{here} attends twice with the same keys and other values (differential attention)"
+    else:
+        why = f"its blocks run several times on each token, and so attends {here}"
+    return f"{why}, and a block has one cache of K and V here"
 
 
 def _allowed(call: Call, seen: Seen, query: int, key: int) -> bool | None:
@@ -297,7 +321,7 @@ def _site(
 ) -> AttentionSite:
     outputs = {key_of(seen.reads[part]): part for part in linears}
     value, output = seen.maker(call.value), outputs.get(key_of(call.out))
-    window, other = _window(call, seen)
+    window, reach, other = _window(call, seen)
     owner = seen.owner(call)
     arguments = [
         name
@@ -311,6 +335,7 @@ def _site(
         key_size=call.key.shape[-1],
         value_size=call.value.shape[-1],
         window=window,
+        reach=reach,
         arguments=tuple(arguments + other),
         value=modules[value] if value is not None and value in linears else None,
         output=modules[output] if output is not None else None,
@@ -318,21 +343,37 @@ def _site(
     )
 
 
-def _window(call: Call, seen: Seen) -> tuple[int | None, list[str]]:
-    """Tokens that a query sees, None for all; and ["mask"] where a mask says something else."""
+def _window(call: Call, seen: Seen) -> tuple[int | None, int | None, list[str]]:
+    """`window` and `reach` of a site; and ["mask"] where a mask says something else."""
     size = call.arguments.get("sliding_window")
     far = 1 << 24
     sees_first = _allowed(call, seen, far, 0)
     if call.mask is not None and sees_first is None:
-        return size, ["mask"]
+        return size, None, ["mask"]
     if call.mask is None or sees_first:
-        return size, []
+        return size, None, []
     if size is None:
+        chunk = _chunk(call, seen, far)
+        if chunk is not None:
+            return None, chunk, []
         size = _reach(call, seen, far)
     seen_whole = _allowed(call, seen, far, far - size + 1)
-    return (
-        (size, []) if seen_whole and not _allowed(call, seen, far, far - size) else (size, ["mask"])
-    )
+    fits = seen_whole and not _allowed(call, seen, far, far - size)
+    return size, None, [] if fits else ["mask"]
+
+
+def _chunk(call: Call, seen: Seen, far: int) -> int | None:
+    """Tokens of a chunk, where a query sees all before it in its own alone; None elsewhere."""
+    size, high = 1, far  # of so many first tokens the last one sees the first
+    while size < high:
+        middle = (size + high + 1) // 2
+        if _allowed(call, seen, middle - 1, 0):
+            size = middle
+        else:
+            high = middle - 1
+    ends = (size, 2 * size)
+    fits = all(_allowed(call, seen, at - 1, at - size) for at in ends)
+    return size if fits and not any(_allowed(call, seen, at, at - 1) for at in ends) else None
 
 
 def _reach(call: Call, seen: Seen, far: int) -> int:

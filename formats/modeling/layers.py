@@ -14,6 +14,7 @@ from typing import Any
 
 from formats.errors import CheckpointError
 from formats.families import groups, names, registry
+from formats.families.predicting import UNDECLARED, Predicting
 from formats.families.registry import find_family
 from formats.families.sizes import Cached, cached_of, heads_of
 from formats.modeling.structure import Structure
@@ -180,6 +181,41 @@ def renamed_of(config: Mapping[str, Any]) -> Mapping[str, str]:
     """`Structure.stored`; of a model that is declared, or not run here, nothing is renamed."""
     found = _found(config)
     return {} if found is None else found.stored
+
+
+def predicting_twin(config: Mapping[str, Any], layer: str, module: str) -> str | None:
+    """The linear layer of a block of the model that one of a layer for further tokens is like.
+
+    Args:
+        config: config.json.
+        layer: Full name of the layer that predicts further tokens.
+        module: Full name of the linear layer in it.
+
+    Returns:
+        Its full name, of a declared family the same; None for what is around the block, and what
+        is in no block of the model.
+    """
+    family, inside = find_family(config), module.removeprefix(f"{layer}.")
+    undeclared = UNDECLARED if layer == UNDECLARED.module else Predicting()
+    own = undeclared if family is None else family.predicting or undeclared
+    if own.block is not None:
+        blocks, _, rest = inside.partition(".")
+        inside = rest.partition(".")[2] if blocks == own.block.partition(".")[0] else ""
+    if not inside or inside in (own.joined, own.head):
+        return None
+    if family is not None:
+        return module if names.is_projection(module) or names.is_router(module) else None
+    found = structure_of(config)
+    known = found.quantizable | found.narrow | found.routers
+    alike = (f"{block.name}.{inside}" for block in found.blocks)
+    return next((name for name in alike if name in known), None)
+
+
+def tied_in_blocks(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """`tied_names` of tensors of blocks; of a model that is declared, or not run here, none."""
+    found = _found(config)
+    own = {} if found is None else found.tied
+    return {name: other for name, other in own.items() if names.block_of(name) is not None}
 
 
 def _found(config: Mapping[str, Any]) -> Structure | None:

@@ -177,8 +177,8 @@ def _put_layers(
     layers = apart(stack, tuple(leaves[:-1]), leaves[-1]) if len(leaves) in (2, 3) else None
     if layers is None:
         raise CheckpointError(
-            f"{type(stack).__name__}: its experts compute otherwise than by a gate, an up and a "
-            "down projection, which is not read here. Declare its family"
+            f"{type(stack).__name__}: not every expert is a gate, an up and a down projection; "
+            "some may have no weights at all, which is not read here"
         )
     parent, _, own = module.rpartition(".")
     setattr(model.get_submodule(parent), own, layers)

@@ -22,6 +22,8 @@ class AttentionSite:
         key_size: Elements of a head of the queries and of K.
         value_size: Elements of a head of V.
         window: Tokens that a query sees, itself among them; None for all before it.
+        reach: Tokens of a chunk, in which alone queries see those before them, so that only
+            sequences of one chunk are run here; None where nothing is cut.
         arguments: Names of the other arguments that change it, such as `softcap` and `s_aux`.
         value: Full name of the linear layer whose output is V as it is; None where none is.
         output: Full name of the linear layer that reads what attention gives; None where none does.
@@ -39,6 +41,7 @@ class AttentionSite:
     value: str | None = None
     output: str | None = None
     lender: str | None = None
+    reach: int | None = None
 
 
 @dataclass(frozen=True)

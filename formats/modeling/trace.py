@@ -1,7 +1,9 @@
 """One run of a model's code on the meta device: who calls attention, and who reads what.
 
-The code runs on tensors without data, so a model of any size takes seconds. Attention is a function
-of ours that writes down what it gets; modules without others write down what they read and give.
+The code runs on tensors without data, so a model of any size takes seconds. Code that looks at data
+(which tokens an expert gets) runs on zeros: one of them stands for all of a weight (`all_zero`).
+Attention is a function of ours that writes down what it gets; modules without others write down
+what they read and give.
 Two tensors are the same values if they share a storage from the same element on: all of them are
 kept until the run ends, so that no storage is used twice.
 """
@@ -73,6 +75,7 @@ class Seen:
         weighed: Linear layers whose weight other code looks at, beside calling them.
         masks: Of each mask's storage, whether (batch, head, query, key) may be seen.
         kept: Tensors that must not be freed before the run ends.
+        device: Where the code runs.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -83,6 +86,7 @@ class Seen:
     weighed: set[nn.Module] = field(default_factory=set)
     masks: dict[int, Callable[..., Any]] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
+    device: str = "meta"
 
     def maker(self, x: Tensor) -> nn.Module | None:
         """The module that made a tensor, or one of the same values."""
@@ -119,7 +123,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention function, of shapes only."""
     batch, heads, tokens, _size = query.shape
-    out = query.new_empty(batch, tokens, heads, value.shape[-1])
+    out = query.new_zeros(batch, tokens, heads, value.shape[-1])
     _SEEN[-1].calls.append(Call(module, query, key, value, out, attention_mask, given))
     return out, None
 
@@ -127,9 +131,10 @@ def _attend(
 def _mask(
     batch_size: int, q_length: Any, kv_length: int, *_: Any, mask_function: Any, **__: Any
 ) -> Tensor:
-    """transformers' mask function: a mask without data, known by its storage."""
+    """transformers' mask function: a mask that means nothing, known by its storage."""
     tokens = q_length if isinstance(q_length, int) else len(q_length)
-    mask = torch.empty(batch_size, 1, tokens, kv_length, dtype=torch.bool, device="meta")
+    shape = (batch_size, 1, tokens, kv_length)
+    mask = torch.ones(shape, dtype=torch.bool, device=_SEEN[-1].device)
     _SEEN[-1].kept.append(mask)
     _SEEN[-1].masks[key_of(mask)[0]] = mask_function
     return mask
@@ -139,6 +144,19 @@ ALL_ATTENTION_FUNCTIONS.register(PROBE, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, _mask)
 
 
+def all_zero(model: nn.Module) -> None:
+    """Give a model on the meta device data that take no memory: one zero for all of a tensor."""
+    for part in model.modules():
+        for name, own in (*part._parameters.items(), *part._buffers.items()):
+            if own is None:
+                continue
+            zeros = torch.zeros((), dtype=own.dtype).expand(own.shape)
+            if name in part._parameters:
+                part._parameters[name] = nn.Parameter(zeros, requires_grad=False)
+            else:
+                part._buffers[name] = zeros
+
+
 def run(model: Any, *, masked: bool = True) -> Seen:
     """Run a model that was built on the meta device with the attention `PROBE`.
 
@@ -146,7 +164,7 @@ def run(model: Any, *, masked: bool = True) -> Seen:
         model: The model.
         masked: Whether to give it a mask of padding: code of mixers looks at its data.
     """
-    seen, handles = Seen(), []
+    seen, handles = Seen(device=next(model.parameters()).device.type), []
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
@@ -176,7 +194,7 @@ def run(model: Any, *, masked: bool = True) -> Seen:
         if own or next(module.children(), None) is None:
             handles.append(module.register_forward_pre_hook(before))
             handles.append(module.register_forward_hook(after))
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=seen.device)
     _SEEN.append(seen)
     try:
         alone = nullcontext() if masked else _one_sequence()
@@ -217,18 +235,13 @@ def _one_sequence() -> Iterator[None]:
 @contextmanager
 def _weights_watched(model: nn.Module, seen: Seen) -> Iterator[None]:
     """Note which linear layers have a weight that other code than theirs looks at."""
-    called: list[nn.Module] = []
 
     class Watched(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
-            called.append(self)
-            try:
-                return super().forward(input)
-            finally:
-                called.pop()
+            return input.new_zeros(*input.shape[:-1], self.out_features)
 
         def __getattr__(self, name: str) -> Any:
-            if name == "weight" and self not in called:
+            if name == "weight":
                 seen.weighed.add(self)
             return super().__getattr__(name)
 
@@ -251,7 +264,7 @@ def _shapes_only(model: nn.Module) -> Iterator[None]:
         def forward(x: Tensor, *_: Any, stack: nn.Module = stack, **__: Any) -> Tensor:
             if isinstance(stack, Experts):
                 stack[0](x)  # which tells of all of them
-            return torch.empty_like(x)
+            return torch.zeros_like(x)
 
         stack.__dict__["forward"] = forward
     try:

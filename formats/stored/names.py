@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.modeling.layers import embedding_name, head_name
+from formats.families.names import block_of
+from formats.modeling.layers import embedding_name, head_name, tied_in_blocks
 from formats.published.known import find_layout
-from formats.stored.safetensors_files import StoredTensors, open_weights
+from formats.stored.safetensors_files import StoredTensors, TensorFile, open_weights
 
 USUAL = ("model.", "transformer.")  # where these are, no model's code has to be asked
 
@@ -44,7 +45,6 @@ def open_native(
     """The file of every tensor of a folder, by names of the native class.
 
     Args:
-        path: The folder.
         config: config.json of the native class.
         published: config.json as it stands there, where that is of another.
 
@@ -88,3 +88,23 @@ def _with_prefix(
         return {name: name for name in files}
     head = f"{head_name(config)}."
     return {name: name if name.startswith(head) else f"{first}.{name}" for name in files}
+
+
+def copy_shared(
+    found: dict[str, TensorFile], files: Mapping[str, StoredTensors], config: Mapping[str, Any]
+) -> None:
+    """Let every block have what it shares with an earlier one (Zamba), as its files may lack it.
+
+    Blocks are quantized, and stored, each with its own then. A model whose blocks have tensors of
+    the same names shares none, and its code is not looked at.
+    """
+    inside: dict[str, set[str]] = {}
+    for name in found:
+        if (block := block_of(name)) is not None:
+            inside.setdefault(block, set()).add(name.removeprefix(block))
+    if len({frozenset(names) for names in inside.values()}) < 2:
+        return
+    there = {name.rpartition(".")[0] for name in found}
+    for name, other in tied_in_blocks(config).items():
+        if other in files and name.rpartition(".")[0] not in there:
+            found[name] = Renamed(files[other], other, name)

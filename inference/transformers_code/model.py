@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from inference.transformers_code.attention import TAKEN, Step, running
 
 with later():
     from inference.transformers_code import load, state
+
+log = logging.getLogger("ptq.inference")
 
 ENDLESS = 1 << 20  # positions of a model without attention, whose code counts none
 
@@ -71,11 +74,21 @@ class CodeShape:
                 f"config.json: model_type {checkpoint.config.get('model_type')!r} is not run here: "
                 f"its code gives attention {given}"
             )
+        most = positions_of(config) if attentions else ENDLESS
+        reach = min((own.reach for own in attentions if own.reach is not None), default=most)
+        if reach < most:
+            log.warning(
+                "%s attends in chunks of %d tokens, which requests have at most here; its "
+                "config.json allows %d",
+                checkpoint.path,
+                reach,
+                most,
+            )
         return cls(
             structure,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            max_positions=positions_of(config) if attentions else ENDLESS,
+            max_positions=min(reach, most),
             windows=tuple(own.window for own in attentions),
             places=tuple(places[own.lender or own.module] for own in attentions),
             cached=tuple(KVHeads(a.kv_heads, a.key_size, a.value_size) for a in caches),

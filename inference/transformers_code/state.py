@@ -13,8 +13,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
 from formats.errors import CheckpointError
+from formats.modeling.load import FAULTS
 from formats.modeling.states import cache_argument
 from inference.transformers_code.attention import current_step, only_rows, quiet
 from inference.transformers_code.pieces import Piece
@@ -58,8 +60,21 @@ class _Every(list[Any]):
         return 1 << 30
 
 
+class _Cache(Cache):
+    """A cache of one layer; lightning attention (MiniMax) has methods of its own for its state."""
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The state, where there is one."""
+        layer: Any = self.layers[layer_idx]
+        return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        """Keep the state."""
+        self.update_recurrent_state(state, layer_idx)
+
+
 def _cache(layer: LinearAttentionLayer) -> Cache:
-    return Cache(layers=_Every([layer]))
+    return _Cache(layers=_Every([layer]))
 
 
 class Stateful(nn.Module):
@@ -76,6 +91,7 @@ class Stateful(nn.Module):
         continues: Whether its code takes several tokens after a state.
         together: Whether its code may take several sequences at once.
         projections: Its linear layers.
+        outputs: How many of what it gives are of tokens, the first; None as long as shapes tell.
     """
 
     def __init__(self, mixer: nn.Module, shapes: Sequence[StateShape], count: int) -> None:
@@ -84,8 +100,10 @@ class Stateful(nn.Module):
         self._argument = cast(str, cache_argument(mixer))
         self._names = list(inspect.signature(mixer.forward).parameters)
         self.continues = self.together = True
+        self.outputs: int | None = None
         self.projections = Projections(mixer)
         self._pools: list[Tensor] = []
+        self._values: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -107,20 +125,29 @@ class Stateful(nn.Module):
             pool[targets] = pool[sources]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own: hidden states [1, T, H] to the same."""
+        """As the module's own: hidden states [1, T, H] to the same, or to all that is of tokens."""
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         x = given.pop(self._names[0])
         if "attention_mask" in given:  # padding, of which there is none
             given["attention_mask"] = None
         pieces = [part for piece in current_step().pieces for part in self._parts(piece)]
-        y = torch.zeros_like(x)
+        outputs: list[Tensor] = []
         with self.projections.step(x[0]) if len(pieces) > 1 else nullcontext():
             for piece in pieces:
                 found = self._run(x[0, piece.tokens], piece, given)
-                if not self.projections.check(found):
-                    y[0, piece.tokens] = found.reshape(-1, found.shape[-1])
+                outputs = outputs or [x.new_zeros(*x.shape[:2], *own.shape[2:]) for own in found]
+                if not self.projections.check(found[0]):
+                    for y, own in zip(outputs, found, strict=True):
+                        y[0, piece.tokens] = own.flatten(0, 1)
             later = self.projections.outputs()
-        return y if later is None else later[None]
+        outputs = outputs if later is None else [later[None]]
+        return self._as_given(outputs)
+
+    def _as_given(self, outputs: Sequence[Tensor]) -> Any:
+        """Outputs as the module's code gives them: alone, or in a tuple in which others may be."""
+        if self._values is None:
+            return outputs[0]
+        return (*outputs, *(None,) * (self._values - len(outputs)))
 
     def _parts(self, piece: Piece) -> list[Piece]:
         """A piece, or its tokens one by one where the code cannot do otherwise."""
@@ -139,7 +166,7 @@ class Stateful(nn.Module):
             parts[-1] = replace(parts[-1], keeps=piece.keeps)
         return parts
 
-    def _run(self, x: Tensor, piece: Piece, given: Mapping[str, Any]) -> Tensor:
+    def _run(self, x: Tensor, piece: Piece, given: Mapping[str, Any]) -> list[Tensor]:
         """Tokens [n, H] through the module, as [1, n, H] or [n, 1, H]; states are read from their
         rows, and written."""
         states = [pool[piece.rows] for pool in self._pools]
@@ -155,8 +182,9 @@ class Stateful(nn.Module):
 
     def call(
         self, x: Tensor, states: Sequence[Tensor], begins: bool, given: Mapping[str, Any]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The module's code on [B, n, H] after states [B, ...]: its output, and the states then."""
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The module's code on [B, n, H] after states [B, ...]: its first outputs [B, n, ...] of
+        tokens, and the states then."""
         layer = LinearAttentionLayer(number_of_states=self._count)
         layer.device, layer.dtype = x.device, x.dtype
         for own, state in zip(self.shapes, states, strict=True):
@@ -166,9 +194,20 @@ class Stateful(nn.Module):
             layer.has_previous_state[own.index] = not begins
             if own.kind == "conv":
                 layer.conv_kernel_size[own.index] = state.shape[-1]
-        out = self.mixer(x, **{**given, self._argument: _cache(layer)})
+        out = self.mixer(x, **{**_required(self.mixer), **given, self._argument: _cache(layer)})
         after = [getattr(layer, f"{own.kind}_states")[own.index] for own in self.shapes]
-        return out[0] if isinstance(out, tuple) else out, after
+        self._values = len(out) if isinstance(out, tuple) else None
+        values = out if isinstance(out, tuple) else (out,)
+        of_tokens = takewhile(lambda y: y is not None and y.shape[:2] == x.shape[:2], values)
+        return list(of_tokens)[: self.outputs], after
+
+
+def _required(mixer: nn.Module) -> dict[str, None]:
+    """Nothing for what a module's code must be given beside hidden states and a cache."""
+    _, *others = inspect.signature(mixer.forward).parameters.values()
+    skipped = (cache_argument(mixer), "args", "kwargs")
+    must = (own.name for own in others if own.default is own.empty and own.name not in skipped)
+    return dict.fromkeys(must)
 
 
 def at_once(pairs: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
@@ -198,8 +237,8 @@ def state_shapes(mixer: nn.Module, hidden: int, count: int, dtype: torch.dtype) 
     layer = LinearAttentionLayer(number_of_states=count)
     x = torch.zeros(1, PROBED, hidden, dtype=dtype, device="meta")
     twin = copy.deepcopy(mixer).to(dtype)
-    with torch.no_grad():
-        twin(x, **{cast(str, cache_argument(mixer)): _cache(layer)})
+    with torch.no_grad(), suppress(*FAULTS):  # of a cache that has not what its code asks of it
+        twin(x, **_required(mixer), **{cast(str, cache_argument(mixer)): _cache(layer)})
     found = [
         StateShape(kind, index, tuple(state.shape[1:]), state.dtype)
         for kind in ("conv", "recurrent")
@@ -228,13 +267,13 @@ def stand_in(
     Raises:
         CheckpointError: the code's tokens one by one are not what it computes of them at once.
     """
-    known: dict[type, tuple[bool, bool, str | None]] = {}
+    known: dict[type, tuple[bool, bool, str | None, int | None]] = {}
     for name in names:
         own = Stateful(model.get_submodule(name), shapes[name], states_of(model))
         kind = type(own.mixer)
         if kind not in known:
-            known[kind] = _probed(own, name, model, same_bits)
-        own.continues, own.together, last = known[kind]
+            known[kind] = (*_probed(own, name, model, same_bits), own.outputs)
+        own.continues, own.together, last, own.outputs = known[kind]
         own.projections.settle(last)
         model.set_submodule(name, own)
 
@@ -242,6 +281,11 @@ def stand_in(
 def states_of(model: Any) -> int:
     """How many states of a kind a module may have, as transformers' caches are given."""
     return getattr(model.config.get_text_config(), "number_of_conv_states", 1)
+
+
+def _zeros(own: Stateful, count: int, device: torch.device) -> list[Tensor]:
+    """States of so many sequences before their first token."""
+    return [torch.zeros(count, *s.shape, dtype=s.dtype, device=device) for s in own.shapes]
 
 
 @torch.no_grad()
@@ -254,19 +298,22 @@ def _probed(own: Stateful, name: str, model: Any, same_bits: bool) -> tuple[bool
     x = x.to(device, own.shapes[0].dtype)
 
     def run(x: Tensor, cuts: Sequence[int], forget: int | None = None) -> Tensor:
-        states = [torch.zeros(len(x), *s.shape, dtype=s.dtype, device=device) for s in own.shapes]
+        states = _zeros(own, len(x), device)
         found, begins = [], True
         for part in x.split(cuts, dim=1):
             if forget is not None:
                 states[forget] = torch.zeros_like(states[forget])
             y, states = own.call(part, states, begins, {})
-            makers.add(own.projections.maker(y))
-            found.append(y.float())
+            maker = own.projections.maker(y[0])
+            makers.add(maker if len(y) == 1 else None)
+            found.append(torch.cat([part.flatten(2).float() for part in y], dim=-1))
             begins = False
         return torch.cat(found, dim=1)
 
     ones = [1] * PROBED
     with quiet():
+        some = [own.call(x[:1, :n], _zeros(own, 1, device), True, {})[0] for n in (1, PROBED)]
+        own.outputs = min(map(len, some))
         single, whole = run(x[:1], ones), run(x[:1], [PROBED])
         cut = run(x[:1], [PROBED - 2, 2])
         forgot = [run(x[:1], [PROBED - 2, 2], forget=i) for i in range(len(own.shapes))]

@@ -24,7 +24,7 @@ from formats.adapters.factors import read_factors
 from formats.checkpoint.write import CheckpointWriter
 from formats.command import bar, on_terminal, say
 from formats.errors import RecipeError
-from formats.families.registry import predicting_patterns
+from formats.families.registry import predicting_layer, predicting_patterns
 from formats.files import replace_file
 from formats.memory import peak_rss_bytes
 from formats.modeling.layers import stored_names
@@ -50,6 +50,7 @@ from ptq.pipeline.gradients import GradientStore
 from ptq.pipeline.head import solve_head
 from ptq.pipeline.key import gradients_key, key_of, run_facts, seen_key
 from ptq.pipeline.live import LiveTable
+from ptq.pipeline.predicting import solve_predicting
 from ptq.pipeline.resume import ResumableRun, SolvedBlock, discard
 from ptq.pipeline.solvable import check_solvable
 from ptq.pipeline.solver import BlockSolver
@@ -192,8 +193,10 @@ class _Driver:
         self._settle_sinks(sequences)
         writing = self._writer(force or self.resumed > 0)
         with closing(self.store), writing as writer, self.background:
-            head = None if self.plan.head is None else head_weight(self.model)
-            self.background.put(partial(emit_rest, writer, self.model, stream.blocks, without=head))
+            others = {f"{name}.weight" for name in self.plan.predicting}
+            others |= set() if self.plan.head is None else {head_weight(self.model)}
+            rest = partial(emit_rest, writer, self.model, stream.blocks, without=others)
+            self.background.put(rest)
             if self.artifact is None:
                 self.solver.run_backward(sequences, self.gradients, progress=progress)
                 self.solver.start(sequences)
@@ -214,6 +217,8 @@ class _Driver:
                 if index == self.resumed > 0:
                     stream.go_on(*self.store.states())
                 self._block(index, name, writer)
+            for name, solved in solve_predicting(self.plan, self.model, self.device):
+                self._emit(writer, name, solved)
             table = ScaleTable(entries=tuple(self.entries))
             with self.watch.phase("write"):
                 self.background.wait()
@@ -304,13 +309,18 @@ class _Driver:
     def _ignored(self) -> list[str]:
         """Full names of the layers left alone, in the files and, where it differs, in the code.
 
-        Of layers that predict further tokens it is a pattern for all that is in them.
+        Of layers that predict further tokens in which none is quantized it is a pattern for all
+        that is in them.
         """
         left = [module.name for module in self.plan.modules if module.action == "float"]
         code = {own: name for name, own in stored_names(self.model.config).items()}
         weights = (f"{name}.weight" for name in left)
         left += [code[w].removesuffix(".weight") for w in weights if w in code]
-        return left + predicting_patterns(self.model.config, self.model.names())
+        config, names = self.model.config, self.model.names()
+        inside = {predicting_layer(config, f"{name}.weight") for name in self.plan.predicting}
+        return left + predicting_patterns(
+            config, (name for name in names if predicting_layer(config, name) not in inside)
+        )
 
     def _block(self, index: int, name: str, writer: CheckpointWriter) -> None:
         """Take one block from float to the writer."""

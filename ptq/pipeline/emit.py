@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -36,12 +36,12 @@ def emit_rest(
     writer: CheckpointWriter,
     checkpoint: FloatModel,
     blocks: tuple[str, ...],
-    without: str | None = None,
+    without: Collection[str] = (),
 ) -> None:
-    """Copy every tensor that belongs to no decoder block, bit for bit, but for one of that name."""
+    """Copy every tensor that belongs to no decoder block, bit for bit, but for those of names."""
     of_blocks = tuple(f"{block}." for block in blocks)
     for name in checkpoint.names():
-        if name != without and not name.startswith(of_blocks):
+        if name not in without and not name.startswith(of_blocks):
             writer.add(name, checkpoint.tensor(name))
 
 

@@ -22,6 +22,7 @@ from ptq.recipe.budget import BudgetSpec
 from ptq.text import duration_text, matches, size_text
 
 PHASES = 4  # that are named, the longest
+LOOSE = 0.05  # of all parameters in other parts of blocks, such as stacks of experts: it is told
 
 
 def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
@@ -34,6 +35,9 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
     yield f"scheme       {scheme.wac}{_other_layers(plan)}"
     for row in group_modules(plan):
         yield f"  {row}"
+    if model.loose > LOOSE * model.parameters:
+        share = f"{model.loose / model.parameters:.0%}"
+        yield f"  {share} of the parameters are of no linear layer of a block, and stay in float"
     yield from (f"  {line}" for line in plan.groups)
     if plan.shared is not None:
         yield f"  {plan.head} is the embedding, too: one tensor for both, which runs here alone"
@@ -205,6 +209,9 @@ def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
         folded = (group.source for group in groups if quantized.issuperset(group.consumers))
         for source in dict.fromkeys(folded):
             yield f"but for powers of two in its columns, by which {source} is divided"
+        return
+    if module.name in plan.predicting:
+        yield f"stored as {module.reason}"
         return
     recipe, scheme = plan.recipe, plan.recipe.scheme_of(module.name)
     for method in recipe.methods:

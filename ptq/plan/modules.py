@@ -22,7 +22,8 @@ from transformers import PretrainedConfig
 from formats.checkpoint.targets import is_ignored
 from formats.families.groups import SmoothingGroup, SmoothingKind
 from formats.families.names import by_block, expert_of
-from formats.families.registry import find_family
+from formats.families.predicting import Predicting
+from formats.families.registry import find_family, predicting_layer
 from formats.families.sizes import Cached
 from formats.modeling.layers import (
     cached_of_blocks,
@@ -30,6 +31,7 @@ from formats.modeling.layers import (
     head_name,
     is_narrow,
     merged_layers,
+    predicting_twin,
     quantizable_of,
     query_elements,
     routers_of,
@@ -39,7 +41,10 @@ from formats.modeling.layers import (
 from formats.scheme import LayerScheme, Strict
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.spec import Stage
+from ptq.methods.common.stored_layers import kept_layers
 from ptq.recipe.schema import Recipe
+
+Shape = tuple[int, int]  # of a weight: (out, in)
 
 
 class ModulePlan(Strict):
@@ -116,19 +121,54 @@ def plan_modules(
         )
 
 
-def _kept_reasons(recipe: Recipe, config: Mapping[str, Any]) -> Callable[[str], str | None]:
-    """Tells of a layer of a decoder block, or the head, why it stays in float, if it does."""
+def plan_predicting(recipe: Recipe, model: FloatModel) -> Iterator[ModulePlan]:
+    """The fate of every linear layer of the layers that predict further tokens.
+
+    Args:
+        recipe: The run.
+        model: As the recipe's methods see it.
+    """
+    config, layers = model.config, dict[str, dict[str, Shape]]()
+    for name in model.names():
+        layer, (module, _, leaf) = predicting_layer(config, name), name.rpartition(".")
+        linear = leaf == "weight" and not module.endswith(f".{Predicting().embedding}")
+        if layer is not None and linear and len(shape := model.shape(name)) == 2:
+            layers.setdefault(layer, {})[module] = (shape[0], shape[1])
+    kept_reason, stored = _kept_reasons(recipe, config), kept_layers(model)
+    for layer, shapes in layers.items():
+        merged = merged_layers(config, layer, list(shapes))
+        for name, shape in shapes.items():
+            like = predicting_twin(config, layer, name)
+            kept = "around the block of a layer that predicts further tokens"
+            kept = kept if like is None else kept_reason(name, like)
+            if name in stored:
+                kept = f"{stored[name].text}, as they were published"
+            yield ModulePlan(
+                name=name,
+                action=("stored" if name in stored else "float") if kept else "quantize",
+                reason=kept or recipe.scheme_of(name).text,
+                shape=shape,
+                fused_group=merged.get(name),
+            )
+
+
+def _kept_reasons(recipe: Recipe, config: Mapping[str, Any]) -> Callable[..., str | None]:
+    """Tells of a layer of a decoder block, or the head, why it stays in float, if it does.
+
+    It is called with the layer's name, and with that of one of the model's blocks that it is like.
+    """
     is_router, is_quantizable = routers_of(config), quantizable_of(config)
     declared, head = find_family(config) is not None, head_name(config)
 
-    def reason(name: str) -> str | None:
+    def reason(name: str, like: str | None = None) -> str | None:
+        like = like or name
         if recipe.scheme.weights is None:
             return f"scheme {recipe.scheme.wac} quantizes the cache only"
-        if is_router(name):
+        if is_router(like):
             return "router: it decides how much each expert counts"
-        if is_narrow(config, name):
+        if is_narrow(config, like):
             return "it weighs what others compute, with few weights of its own"
-        if not (declared or is_quantizable(name) or name == head):
+        if not (declared or is_quantizable(like) or name == head):
             return "its code computes otherwise than a linear layer does, or never calls it"
         ignored = next((entry for entry in recipe.ignore if is_ignored(name, [entry])), None)
         return None if ignored is None else f"ignored by {ignored!r}"
@@ -168,7 +208,6 @@ def shared_embedding(model: FloatModel, quantized: Collection[str]) -> str | Non
 
 
 SMALLEST_SHARD = 16 << 20  # bytes
-Shape = tuple[int, int]  # of a weight: (out, in)
 
 
 @dataclass(frozen=True)

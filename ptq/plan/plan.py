@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import pandas as pd
@@ -36,7 +37,7 @@ from ptq.plan import preflight
 from ptq.plan.checked_groups import CheckedGroups, checked_groups
 from ptq.plan.devices import check_devices, on_gpu
 from ptq.plan.footprint import Footprint
-from ptq.plan.group_sizes import settle_groups
+from ptq.plan.group_sizes import SettledGroups, settle_groups
 from ptq.plan.module_faults import check_caches, check_modules
 from ptq.plan.modules import (
     ModulePlan,
@@ -44,6 +45,7 @@ from ptq.plan.modules import (
     block_shapes,
     layer_shapes,
     plan_modules,
+    plan_predicting,
     shared_embedding,
 )
 from ptq.plan.preflight import check_peers
@@ -52,13 +54,20 @@ from ptq.recipe.reading import LoadedRecipe
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
 
+DRAFTS = "of a layer that predicts further tokens, through which no sample runs"
+
 
 class ModelSummary(Strict):
-    """The model that is quantized: its family, sizes and element type."""
+    """The model that is quantized: its family, sizes and element type.
+
+    Attributes:
+        loose: Parameters of its blocks that no linear layer and no router has.
+    """
 
     model_type: str
     blocks: int
     parameters: int
+    loose: int
     nbytes: int
     dtype: str
 
@@ -100,6 +109,8 @@ class Plan(Strict):
         head: Full name of the layer that gives logits, where it is quantized.
         shared: Name of the embedding's tensor, where the quantized head is the embedding, too.
         groups: Of each group size that is smaller than the recipe would have it: where, and why.
+        predicting: Full names of the linear layers among the quantized ones that are in layers
+            that predict further tokens.
     """
 
     recipe: Recipe
@@ -114,6 +125,7 @@ class Plan(Strict):
     head: str | None = None
     shared: str | None = None
     groups: tuple[str, ...] = ()
+    predicting: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -128,7 +140,7 @@ class Plan(Strict):
     @property
     def schemes(self) -> dict[str, LayerScheme]:
         """Schemes of the quantized layers by full name."""
-        return {name: self.recipe.scheme_of(name) for name in self.quantized}
+        return _schemes(self.recipe, self.modules, self.predicting)
 
     @property
     def caches(self) -> dict[str, KVCacheSpec | None]:
@@ -201,17 +213,14 @@ def build_plan(
         fault = f"{bare} has no linear layer that is known here, so that nothing of it is quantized"
         raise recipe_error([Problem(where(preflight.MODEL), preflight.MODEL, fault)])
     floats = seen_as_floats(checkpoint)
-    kept = kept_layers(floats)
-    modules = tuple(plan_modules(recipe, values, blocks, shapes, names, kept))
-    dtype = floats.dtype(f"{embedding_name(values)}.weight")
-    settled = settle_groups(recipe, modules, dtype)
-    recipe, modules = settled.recipe, settled.modules
-    quantized = {m.name: recipe.scheme_of(m.name) for m in modules if m.action == "quantize"}
     tensors = list(preflight.check_tensors(floats, model))
     undeclared = list(preflight.check_declared(recipe, values))
     if undeclared:
         raise recipe_error(Problem(where(key), key, fault) for key, fault in undeclared + tensors)
     source = view_of(floats, recipe.methods)
+    settled, predicting = _settled(recipe, source, blocks, shapes, names)
+    recipe, modules = settled.recipe, settled.modules
+    quantized = _schemes(recipe, modules, predicting)
     smoothed = CheckedGroups((), ())
     if family is not None:
         every = (smoothing_groups(family, b, names[b], SMOOTHING_KINDS) for b in blocks)
@@ -224,7 +233,7 @@ def build_plan(
         *preflight.check_tokenizer(checkpoint, config),
         *preflight.check_data(recipe),
         *preflight.check_lengths(recipe, config),
-        *preflight.check_patterns(recipe, shapes, quantized),
+        *preflight.check_patterns(recipe, {m.name: m.shape for m in modules}, quantized),
         *check_modules(recipe, family, modules),
         *check_caches(recipe, family, values, blocks),
         *preflight.check_output(recipe, prediction.disk_bytes, force),
@@ -240,14 +249,43 @@ def build_plan(
         smoothing=tuple(_in_order(smoothed.groups, blocks, _wanted(recipe))),
         blocks=blocks,
         attentions=attention_of_blocks(values),
-        model=_summary(floats, checkpoint.nbytes, len(blocks)),
+        model=_summary(floats, checkpoint.nbytes, blocks, modules),
         prediction=prediction,
         transforms=tuple(source.describe()) if isinstance(source, FloatModelView) else (),
         left=smoothed.left,
         head=head_name(values) if head_name(values) in quantized else None,
         shared=shared_embedding(source, quantized),
         groups=settled.notes,
+        predicting=predicting,
     )
+
+
+def _settled(
+    recipe: Recipe,
+    source: FloatModel,
+    blocks: tuple[str, ...],
+    shapes: Mapping[str, Shape],
+    names: Mapping[str, list[str]],
+) -> tuple[SettledGroups, tuple[str, ...]]:
+    """The fate of every layer, and which of those that are quantized predict further tokens."""
+    further = tuple(plan_predicting(recipe, source))
+    predicting = tuple(module.name for module in further if module.action == "quantize")
+    of_model = plan_modules(recipe, source.config, blocks, shapes, names, kept_layers(source))
+    dtype = source.dtype(f"{embedding_name(source.config)}.weight")
+    settled = settle_groups(recipe, (*of_model, *further), dtype)
+    schemes = _schemes(settled.recipe, further, predicting)
+    why = {name: f"{scheme.text}, to the nearest: {DRAFTS}" for name, scheme in schemes.items()}
+    modules = (m.model_copy(update={"reason": why.get(m.name, m.reason)}) for m in settled.modules)
+    return replace(settled, modules=tuple(modules)), predicting
+
+
+def _schemes(
+    recipe: Recipe, modules: Sequence[ModulePlan], predicting: Sequence[str]
+) -> dict[str, LayerScheme]:
+    """Schemes of the quantized layers; of those for further tokens, which no sample calibrates."""
+    names = (module.name for module in modules if module.action == "quantize")
+    found = {name: recipe.scheme_of(name) for name in names}
+    return found | {name: found[name].by_token for name in predicting}
 
 
 def _predict(
@@ -293,12 +331,18 @@ def _in_order(
             yield from (group for group in of.get(block, ()) if group.kind == kind)
 
 
-def _summary(checkpoint: FloatModel, nbytes: int, blocks: int) -> ModelSummary:
+def _summary(
+    checkpoint: FloatModel, nbytes: int, blocks: Sequence[str], modules: Sequence[ModulePlan]
+) -> ModelSummary:
     dtypes = sorted({str(checkpoint.dtype(n)).removeprefix("torch.") for n in checkpoint.names()})
+    sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.names()}
+    inside, layers = tuple(f"{block}." for block in blocks), {module.name for module in modules}
+    loose = (n for n in sizes if n.startswith(inside) and n.rpartition(".")[0] not in layers)
     return ModelSummary(
         model_type=checkpoint.config["model_type"],
-        blocks=blocks,
-        parameters=sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()),
+        blocks=len(blocks),
+        parameters=sum(sizes.values()),
+        loose=sum(map(sizes.__getitem__, loose)),
         nbytes=nbytes,
         dtype=", ".join(dtypes),
     )

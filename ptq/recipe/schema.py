@@ -418,7 +418,8 @@ class Recipe(Strict):
     """Linear layers that stay in floating point, whatever `layers` says: full names, or `re:`
     patterns matched from the name's start. Without `lm_head` in it, the head is quantized, too: as
     `layers` says of it, else by `scheme`. A head that is the embedding is stored once for both; the
-    method `untie` gives it a tensor of its own, for other runtimes.
+    method `untie` gives it a tensor of its own, for other runtimes. Layers that predict further
+    tokens (MTP) are rounded to the nearest; `re:mtp`, or their own names, keep them as they are.
     """
     device: Literal["auto", "cpu", "cuda"] | DevicesSpec = "auto"
     """Where blocks are calibrated and solved: `auto` takes a GPU if there is one, `{gpus: 4}` takes

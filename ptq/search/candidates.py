@@ -88,7 +88,7 @@ def groups_of(plan: Plan) -> list[Group]:
     """
     found: dict[str, list[ModulePlan]] = {}
     for module in plan.modules:
-        if module.action == "quantize":
+        if module.action == "quantize" and module.name not in plan.predicting:
             found.setdefault(_label(module), []).append(module)
     return [Group(label, tuple(layers)) for label, layers in found.items()]
 

@@ -1,7 +1,7 @@
 """DeepSeek-V3, R1 (arXiv 2412.19437): V2 with experts scored by sigmoids and corrected scores.
 
-The layer that predicts further tokens, which its files have after the last block, stays in float
-and drafts (`inference.speculate.methods.mtp`).
+The layer that predicts further tokens, which its files have after the last block, drafts
+(`inference.speculate.methods.mtp`).
 """
 
 from formats.families.family import ExpertGroups, Family, GatedMLP, LatentAttention, Mixture

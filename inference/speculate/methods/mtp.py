@@ -8,7 +8,7 @@ their last one, and around it (`formats.families.predicting` has the names, MiMo
     logits of token t + 2 = head(norm(y_t))
 
 Where h_t is not there yet, y_{t-1} stands for it. Where a file lacks the embedding or the head,
-they are the model's. A checkpoint that was quantized here has the layer as it was. Of several such
+they are the model's. A checkpoint that was quantized here has the layer, too. Of several such
 layers, each trained for a token further on, the first drafts all, from its own y. Where
 transformers' code runs the model, it runs the layer (`inference.transformers_code.predicting`).
 """

@@ -43,6 +43,17 @@ def test_targets_mean_their_layers_alone_by_their_own_and_by_the_fused_name(othe
             assert found == [name in names for names in groups], called
 
 
+@pytest.mark.parametrize("where", ["mtp.layers.0", "model.mtp_layers.0", "model.layers.12"])
+def test_layers_for_further_tokens_are_told_from_blocks(where):
+    further = [f"{where}.{leaf}" for leaf in LEAVES]
+    groups = [[n for n in NAMES if ".0." not in n], further[:3], [*further[3:], *NAMES[:7]]]
+    targets = layer_targets(groups)
+    for name in (*NAMES, *further):
+        for called in (name, f"language_model.{name}"):
+            found = [any(re.match(t.removeprefix("re:"), called) for t in ts) for ts in targets]
+            assert found == [name in names for names in groups], called
+
+
 def test_targets_of_experts():
     names = [
         f"model.layers.{block}.mlp.experts.{i}.{leaf}_proj"

@@ -14,6 +14,7 @@ from formats.modeling.layers import (
     structure_of,
 )
 from tests.gemma4 import LAYOUTS, TEXT
+from tests.tiny_models import tiny_config
 from tests.undeclared import UNDECLARED
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -42,7 +43,6 @@ REFUSED = {
     "recurrent_gemma": "'recurrent_gemma' is not supported: its blocks keep another state",
     "rwkv": "'rwkv' is not supported: its attention does not go through",
     "ctrl_": "transformers takes it for none",
-    "zamba2": r"'zamba2' is not supported: its blocks share weights \(model\.layers\.12 has some",
 }
 
 
@@ -67,6 +67,32 @@ def test_windows_bounds_and_sinks_are_told_by_layer():
     assert [site.arguments for site in sites] == [("softcap",)] * 2
     config = AutoConfig.for_model("granite_swa", **SIZES, sliding_window=8).to_dict()
     assert {block.attention.arguments for block in structure_of(config).blocks} == {("s_aux",)}
+
+
+def test_chunks_are_told_by_layer():
+    kinds = {"layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 128}
+    config = AutoConfig.for_model("llama4_text", **SIZES | kinds, attention_chunk_size=8).to_dict()
+    sites = [block.attention for block in structure_of(config).blocks]
+    assert [(site.window, site.reach, site.arguments) for site in sites] == [
+        (None, 8, ()),
+        (None, None, ()),
+    ]
+
+
+def test_code_that_looks_at_data_is_read_on_zeros():
+    """Its experts stay whole, as their code is none that is known."""
+    config = tiny_config("dbrx").to_dict()
+    (block, _) = structure_of(config).blocks
+    attention = f"{block.name}.norm_attn_norm.attn"
+    assert block.linears == (f"{attention}.Wqkv", f"{attention}.out_proj")
+    assert block.attention.output == f"{attention}.out_proj"
+    assert block.narrow == (f"{block.name}.ffn.router.layer",)
+
+
+def test_a_state_without_a_convolution_is_found():
+    first, second = structure_of(tiny_config("minimax").to_dict()).blocks
+    assert (first.attention is None, first.mixers) == (False, ())
+    assert (second.attention, second.mixers) == (None, ("model.layers.1.self_attn",))
 
 
 def test_who_reads_what_is_found():

@@ -24,7 +24,7 @@ from tests.tiny_models import tiny_config
 
 KINDS = ("qwen3_next", "lfm2", "bamba", "jamba", "mamba2")  # rules of state, with attention and not
 ALL = (*KINDS, "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "nemotron_h")
-ALL += ("kimi_linear", "olmo_hybrid", "qwen3_5_text")
+ALL += ("kimi_linear", "olmo_hybrid", "qwen3_5_text", "minimax", "zamba2", "zaya")
 MANY = int(os.environ.get("PTQ_STATE_REQUESTS", "200"))
 SMALL = {
     "chunk_size": 16,

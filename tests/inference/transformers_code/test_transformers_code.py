@@ -15,7 +15,9 @@ from inference.engine import Engine
 from inference.models.decoder import Decoder
 from inference.requests.request import SamplingParams
 from inference.transformers_code.model import CodeModel
-from tests.families import distance, transformers_logits
+from tests.conftest import write_random
+from tests.families import check_engine, distance, transformers_logits
+from tests.tiny_models import tiny_config
 
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 32}
 LATENT = {
@@ -168,6 +170,16 @@ def test_a_missing_tensor_is_named(make_model, tmp_path):
 def test_requests_are_no_longer_than_the_model_has_positions(make_model):
     with pytest.raises(EngineError, match="512 positions"):
         engine_of(make_model("opt", **(SMALL | KINDS["opt"])), max_model_len=513)
+
+
+def test_requests_are_no_longer_than_a_chunk_of_attention(tmp_path, caplog):
+    config = tiny_config("llama4_text")
+    config.attention_chunk_size = 64
+    folder = write_random(tmp_path / "model", config)
+    check_engine(folder, ids_of(40), longest=64)
+    assert "attends in chunks of 64 tokens, which requests have at most here" in caplog.text
+    with pytest.raises(EngineError, match="more than the model's 64 positions"):
+        Engine.from_pretrained(folder, config=EngineConfig(max_model_len=65))
 
 
 def test_what_a_device_refuses_runs_there_by_transformers_code(make_model, monkeypatch, caplog):

@@ -8,9 +8,11 @@ from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.shift import ShiftSpec
 from ptq.plan.describe import describe_plan
+from tests.conftest import write_random
 from tests.families import check_quantized
 from tests.mixtures import check_quantized_experts
 from tests.ptq.quantizing import make_plan
+from tests.tiny_models import tiny_config
 from tests.undeclared import UNDECLARED
 
 PARALLEL = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj")
@@ -28,6 +30,13 @@ def test_every_recipe_and_a_report_of_what_is_left(make_model, tmp_path):
     lines = list(describe_plan(make_plan(folder, tmp_path / "out"), {}))
     assert "  found on the blocks: self_attn.v_proj -> self_attn.o_proj" in lines
     assert "  left alone: mlp.c_proj: mlp_output (no factor moves into it)" in lines
+
+
+def test_weights_of_no_linear_layer_are_told(tmp_path):
+    folder = write_random(tmp_path / "model", tiny_config("dbrx"))
+    lines = list(describe_plan(make_plan(folder, tmp_path / "out", "w4", methods=(RTNSpec(),)), {}))
+    stacks = "of the parameters are of no linear layer of a block, and stay in float"
+    assert f"  67% {stacks}" in lines
 
 
 @pytest.mark.parametrize("kind", FOUND)

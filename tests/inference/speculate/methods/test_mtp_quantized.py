@@ -1,12 +1,14 @@
-"""Layers for further tokens after quantizing: kept as they were, and drafts as good as before."""
+"""Layers for further tokens after quantizing: rounded or kept, and drafts as good as before."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,9 +26,10 @@ from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import describe_plan
 from ptq.report.inspection import describe, inspect
-from ptq.report.measured.drafts import DraftPair, measure_drafts
+from ptq.report.measured.generated import DraftPair, measure_drafts
 from tests.adapters import write_adapter
 from tests.experts import rewrite
+from tests.fake_quantized import dequantized
 from tests.families import distance, transformers_logits
 from tests.formats.checkpoint.test_served_cache import served
 from tests.inference.speculate.methods.test_mtp import KINDS
@@ -109,29 +112,71 @@ def layer_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
     return {name: t for name, t in tensors.items() if name.startswith(both)}
 
 
-def quantized(model: Path, out: Path, preset: str, methods: tuple = (RTNSpec(),)) -> Path:
-    plan = make_plan(model, out, preset, methods=methods)
+def quantized(
+    model: Path, out: Path, preset: str, methods: tuple = (RTNSpec(),), ignore: tuple = ()
+) -> Path:
+    plan = make_plan(model, out, preset, methods=methods, ignore=("lm_head", *ignore))
     return quantize_tokens(plan, random_tokens(), progress=False).checkpoint
 
 
-def test_the_layer_is_kept_and_drafts_as_well(original, kind, tmp_path):
+def everything_in(kind: str) -> str:
+    """A pattern for both layers."""
+    return r"re:model\.mtp_layers\." if kind == "mimo" else r"re:model\.layers\.[23]\."
+
+
+def test_the_layer_is_kept_where_it_is_ignored(kept, original, kind):
+    wanted, found = layer_tensors(original, kind), layer_tensors(kept, kind)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    config, written = (json.loads((f / "config.json").read_text()) for f in (original, kept))
+    assert {key: written[key] for key in config} == config
+    said = written["quantization_config"]["ignore"]
+    assert any(re.match(entry[3:], "model.layers.2.x") for entry in said if entry[:3] == "re:")
+    assert accepted(engine, kept) >= 0.98 * accepted(engine, original)
+
+
+def test_the_layer_is_rounded_and_drafts_as_well(original, kind, tmp_path):
+    """What is around its block stays."""
     wanted, before = layer_tensors(original, kind), accepted(engine, original)
     assert before > 3.3  # of 4
-    config = json.loads((original / "config.json").read_text())
     smooth = SMOOTH if kind == "mimo" else (RTNSpec(),)  # a search over experts takes long
     for preset, methods in (("w4", (RTNSpec(),)), ("a8w8c8", smooth)):
         path = quantized(original, tmp_path / preset, preset, methods)
-        found = layer_tensors(path, kind)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        written = json.loads((path / "config.json").read_text())
-        assert {key: written[key] for key in config} == config
+        checkpoint = Checkpoint.open(path)
+        rounded = [n for n in checkpoint.quantized_modules if f"{n}.weight" in wanted]
+        leaves = {name.rpartition(".")[2] for name in rounded}
+        assert {"o_proj", "gate_proj", "up_proj", "down_proj"} <= leaves
+        assert not leaves & {"gate", "eh_proj", "input_proj", "enorm"}
+        for name in rounded:
+            weight = wanted[f"{name}.weight"].float()
+            scheme = checkpoint.scheme_of(name)
+            assert scheme.weights is not None
+            assert not scheme.static_input  # no sample runs through it
+            found = dequantized(checkpoint, name)
+            assert distance(found, weight) <= distance(nearest(weight, preset), weight) + 1e-6
+        kept = wanted.keys() - {f"{name}.weight" for name in rounded}
+        assert all(torch.equal(checkpoint.tensor(name), wanted[name]) for name in kept)
         assert accepted(engine, path) >= 0.98 * before
+
+
+def nearest(weight: Tensor, preset: str) -> Tensor:
+    """A weight rounded by the largest magnitude of a channel (int8), or of 128 inputs (int4)."""
+    size, most = (128, 7.5) if preset == "w4" else (weight.shape[1], 127)
+    groups = weight.double().unflatten(1, (-1, size)).numpy()
+    scale = np.abs(groups).max(axis=-1, keepdims=True) / most
+    rounded = np.clip(np.rint(groups / scale), -np.ceil(most), np.floor(most)) * scale
+    return torch.from_numpy(rounded).flatten(1).float()
 
 
 @pytest.fixture(scope="module")
 def w4(original, tmp_path_factory) -> Path:
     return quantized(original, tmp_path_factory.mktemp("w4"), "w4")
+
+
+@pytest.fixture(scope="module")
+def kept(original, tmp_path_factory, kind) -> Path:
+    """With the layers as they were."""
+    return quantized(original, tmp_path_factory.mktemp("kept"), "w4", ignore=(everything_in(kind),))
 
 
 @TWO
@@ -143,16 +188,16 @@ def test_others_read_what_is_written(w4):
 
 
 @TWO
-def test_other_software_may_say_nothing_of_the_layer_or_have_dropped_it(w4, kind, tmp_path):
-    shutil.copytree(w4, tmp_path / "silent")
-    config = json.loads((w4 / "config.json").read_text())
+def test_other_software_may_say_nothing_of_the_layer_or_have_dropped_it(kept, kind, tmp_path):
+    shutil.copytree(kept, tmp_path / "silent")
+    config = json.loads((kept / "config.json").read_text())
     own = config["quantization_config"]
     own["ignore"] = [entry for entry in own["ignore"] if not entry.startswith("re:")]
     del config["ptq"]
     (tmp_path / "silent" / "config.json").write_text(json.dumps(config))
     shutil.rmtree(tmp_path / "silent" / "quant")
     assert engine(tmp_path / "silent").generate(PROMPTS[:1], LONG)
-    layer = layer_tensors(w4, kind)
+    layer = layer_tensors(kept, kind)
 
     def drop(tensors: dict[str, Tensor]) -> None:
         for name in layer:
@@ -172,10 +217,14 @@ def test_a_layer_that_other_software_quantized_drafts(original, make_quantized):
 
 
 @TWO
-def test_conversions_carry_it(w4, kind, tmp_path):
-    wanted = layer_tensors(w4, kind)
-    convert(w4, tmp_path / "float", "float", dtype="bfloat16")
-    convert(w4, tmp_path / "gptq", "gptq")
+def test_conversions_carry_it(w4, kept, kind, tmp_path):
+    before = accepted(engine, w4)
+    for target in ("float", "gptq"):
+        convert(w4, tmp_path / "rounded" / target, target)
+        assert accepted(engine, tmp_path / "rounded" / target) >= 0.98 * before
+    wanted = layer_tensors(kept, kind)
+    convert(kept, tmp_path / "float", "float", dtype="bfloat16")
+    convert(kept, tmp_path / "gptq", "gptq")
     for target in ("float", "gptq"):
         found = layer_tensors(tmp_path / target, kind)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -254,5 +303,7 @@ def test_rotation_leaves_it_out_or_as_it_was(make_model, tmp_path, residual):
         with pytest.raises(EngineError, match="is rotated, and the layer.*residual: false"):
             engine(path)
         return
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    rounded = {f"{name}.weight" for name in Checkpoint.open(path).quantized_modules}
+    assert rounded & wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted.keys() - rounded)
     assert accepted(engine, path) > 3.5

@@ -19,7 +19,7 @@ from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
-from ptq.report.measured.drafts import measure_drafts
+from ptq.report.measured.generated import measure_drafts
 from tests.inference.speculate.methods.test_eagle import spied
 from tests.inference.speculate.methods.test_mtp import _published
 from tests.inference.speculate.requests import accepted, request_count, run_all, some_requests
@@ -193,7 +193,7 @@ def test_the_embedding_and_the_head_are_those_of_the_model(folder):
         assert getattr(layer, get)() is getattr(runner.model.module, get)()
 
 
-def test_a_quantized_model_keeps_the_layer_and_drafts_as_well(plain, tmp_path):
+def test_a_quantized_model_has_the_layer_rounded_and_drafts_as_well(plain, tmp_path):
     model = write_knowing(plain, tmp_path / "model")
     wanted = {n: t for n, t in load_file(model / "model.safetensors").items() if "mtp." in n}
     before = accepted(engine, model)
@@ -203,10 +203,17 @@ def test_a_quantized_model_keeps_the_layer_and_drafts_as_well(plain, tmp_path):
         plan = make_plan(model, tmp_path / preset, preset, methods=(RTNSpec(),), ignore=ignore)
         path = quantize_tokens(plan, random_tokens(), progress=False).checkpoint
         written = {n: t for f in path.glob("*.safetensors") for n, t in load_file(f).items()}
-        assert all(torch.equal(written[name], tensor) for name, tensor in wanted.items())
+        checkpoint = Checkpoint.open(path)
+        rounded = {n for n in checkpoint.quantized_modules if n.startswith("mtp.")}
+        assert "mtp.layers.0.self_attn.q_proj" in rounded
+        assert not any(checkpoint.scheme_of(name).static_input for name in rounded)
+        left = [name for name in wanted if name.removesuffix(".weight") not in rounded]
+        left = [name for name in left if ".experts." not in name]
+        assert {"mtp.fc.weight", "mtp.norm.weight"} <= {*left}
+        assert all(torch.equal(written[name], wanted[name]) for name in left)
         config = json.loads((path / "config.json").read_text())
-        assert r"re:mtp\." in config["quantization_config"]["ignore"]
-        assert Checkpoint.open(path).predicting_layers == ("mtp",)
+        assert "mtp.fc" in config["quantization_config"]["ignore"]
+        assert checkpoint.predicting_layers == ("mtp",)
         assert accepted(engine, path) >= 0.98 * before
     engines = (engine(folder, None) for folder in (model, path))
     told = measure_drafts(*engines, random_tokens().sequences()[:2])
