@@ -33,8 +33,6 @@ def row_of(recipe: str, report: ReportData, *, model: str, text: str, original_b
 
     Args:
         recipe: The shipped recipe's name.
-        report: Of the run.
-        model: Its name.
         text: What kind of text it was measured on.
         original_bits: Bits of a weight in the file that the model was made from.
     """
@@ -99,7 +97,6 @@ def filled(
 
     Args:
         page: In Markdown.
-        kind: Of the table.
         title: The same in a message.
         models: Those that have one.
         table: Gives a model's, in Markdown.

@@ -152,7 +152,6 @@ def check_model(
 
     Args:
         model: In fp32 and in evaluation mode.
-        tokenizer: Its tokenizer.
         held_out: Held-out training text.
         length: Tokens of a window.
         limit: Windows of each text at most.

@@ -39,11 +39,7 @@ class Past:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over [embedding, hidden state] of each token.
-
-    Args:
-        config: Of the block.
-    """
+    """Grouped-query attention over [embedding, hidden state] of each token."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -76,11 +72,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """The head's decoder block.
-
-    Args:
-        config: Its shape.
-    """
+    """The head's decoder block."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -58,9 +58,7 @@ def continued_by_model(model: Path, ids: Tensor, device: str) -> Tensor:
     Every other one is greedy, the others are drawn at a temperature of 0.8, by seeds of their own.
 
     Args:
-        model: Its folder.
         ids: int64 [sequences, length].
-        device: Where it runs.
 
     Returns:
         Of the same shape.
@@ -113,7 +111,6 @@ def train_head(model: Any, ids: Tensor, spec: HeadSpec, *, progress: bool = True
     Args:
         model: A causal language model of transformers, which is not changed.
         ids: int64 [sequences, length], the text.
-        spec: How.
         progress: Show a bar with the share of tokens that were drafted right, by pass.
     """
     own, device = model.config.get_text_config(), model.device
@@ -189,7 +186,6 @@ def write_head(network: HeadNetwork, folder: Path, bits: Literal[8, 16] = 8) -> 
     """Write a head in the published layout: config.json and model.safetensors.
 
     Args:
-        network: The head.
         folder: Gets the files.
         bits: Of each weight: 16 are bf16; 8 are int8 with a scale for each output channel.
     """

@@ -61,7 +61,6 @@ class Lora:
     """An adapter, for one checkpoint.
 
     Attributes:
-        path: Its folder.
         rank: The largest r.
         modules: By the full name of a linear layer as `Checkpoint` has it.
     """

@@ -56,14 +56,14 @@ def _lists(modules: Iterable[str]) -> dict[str, str]:
     """
     count = Counter(map(_list, modules))
     (main, *others) = sorted(count, key=lambda path: -count[path]) or [""]
-    own, found, before = main.rpartition(".")[2], dict[str, str](), ""
+    own, found, preceding = main.rpartition(".")[2], dict[str, str](), ""
     for path in others:
         name = path.rpartition(".")[2]
-        told = ".".join(path.split(".")[-2:]) if name == own else name
-        found[path] = re.escape(told)
-        if told.endswith(own):
-            before += f"(?<!{re.escape(told.removesuffix(own))})"
-    return {main: before + re.escape(own), **found}
+        ending = ".".join(path.split(".")[-2:]) if name == own else name
+        found[path] = re.escape(ending)
+        if ending.endswith(own):
+            preceding += f"(?<!{re.escape(ending.removesuffix(own))})"
+    return {main: preceding + re.escape(own), **found}
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:

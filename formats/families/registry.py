@@ -133,7 +133,6 @@ def predicting_layer(config: Mapping[str, Any], name: str) -> str | None:
     the last block.
 
     Args:
-        config: Of the model.
         name: Full name.
 
     Returns:
@@ -155,7 +154,6 @@ def predicting_patterns(config: Mapping[str, Any], names: Iterable[str]) -> list
     """`re:` patterns for all that is in the layers that predict further tokens, for `ignore`.
 
     Args:
-        config: Of the model.
         names: Of its tensors.
     """
     layers = {predicting_layer(config, name) for name in names} - {None}

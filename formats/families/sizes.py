@@ -188,7 +188,6 @@ def turning_pairs(family: Family, config: Mapping[str, Any], layer: int) -> tupl
     it. Channels that do not turn, and all of a layer without rotation, are alone.
 
     Args:
-        family: The model's.
         config: Its config.json.
         layer: Index of the layer.
 

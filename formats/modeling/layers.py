@@ -117,7 +117,6 @@ def common_inputs(config: Mapping[str, Any], block: str, layers: Sequence[str]) 
     """Layers of a block that read one input: a name for that input, for each of them.
 
     Args:
-        config: config.json.
         block: Full name of the block.
         layers: Full names of its linear layers and routers.
     """
@@ -170,7 +169,6 @@ def stacks_of(config: Mapping[str, Any], *, listed: bool = False) -> Mapping[str
     """`Structure.stacks`; of a model that is declared, or not run here, there are none.
 
     Args:
-        config: config.json.
         listed: With those of `Structure.listed`.
     """
     found = _found(config)
@@ -187,7 +185,6 @@ def predicting_twin(config: Mapping[str, Any], layer: str, module: str) -> str |
     """The linear layer of a block of the model that one of a layer for further tokens is like.
 
     Args:
-        config: config.json.
         layer: Full name of the layer that predicts further tokens.
         module: Full name of the linear layer in it.
 

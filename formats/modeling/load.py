@@ -50,7 +50,6 @@ def materialize(
         stored: Name in the files of each tensor of the code, where the two differ
             (`Structure.stored`).
         skip: Modules that are left as they are, with all in them.
-        device: Where to.
         dtype: Type of floating-point weights; integers keep their own.
 
     Raises:

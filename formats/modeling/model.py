@@ -38,9 +38,6 @@ class SideBySide:
 
     Args:
         parts: The layers by their names there.
-
-    Attributes:
-        parts: The same.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:

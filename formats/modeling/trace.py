@@ -161,7 +161,6 @@ def run(model: Any, *, masked: bool = True) -> Seen:
     """Run a model that was built on the meta device with the attention `PROBE`.
 
     Args:
-        model: The model.
         masked: Whether to give it a mask of padding: code of mixers looks at its data.
     """
     seen, handles = Seen(device=next(model.parameters()).device.type), []

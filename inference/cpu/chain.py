@@ -22,7 +22,6 @@ class HostChain:
 
     Args:
         network: On a CPU.
-        pools: Its cache.
         most: Most tokens of a step.
         features: [slots of the cache, size], what it reads of each token; None where it reads
             tokens alone.
@@ -57,7 +56,6 @@ class HostChain:
         """Compute tokens, of each of the sequences the last of them wanted.
 
         Args:
-            work: Which ones.
             hidden: What was computed of the token before each, where the model has not computed
                 what is read of it; None where it has.
         """

@@ -73,12 +73,8 @@ def run_block(
     """Run a block: [T, H] to the same.
 
     Args:
-        config: The decoder's shape.
         growth: fp32 [positions], what q is multiplied by at each; or None.
-        layer: The block.
         x: What it reads.
-        batch: The step.
-        pool: Its cache.
         window: Positions that a query sees, or None for all.
         read: What attention reads; default: the norm of x.
         sinks: bool [T], which rows are of sink tokens; None where none is.
@@ -134,11 +130,9 @@ def attend(
     """Attention with its projections: [T, inputs of q, k and v] to [T, H].
 
     Args:
-        c: The decoder's shape.
         growth: fp32 [positions], what q is multiplied by at each; or None.
         layer: One of its blocks.
         x: What the block's attention reads.
-        batch: The step.
         inputs: What the queries see.
         sinks: As in `run_block`.
         number: Likewise.

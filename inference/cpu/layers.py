@@ -177,7 +177,6 @@ def attend_latents(
         own: Its projections in a block.
         read: What the layer gives that reads the attention's input [T, n].
         turn: cos and sin of the tokens' positions, [T, rotated].
-        batch: The step.
         inputs: What the queries see.
         sinks: As in `inference.cpu.decoder.run_block`.
 

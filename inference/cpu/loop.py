@@ -112,7 +112,6 @@ class CodeStep:
 
     Args:
         model: What runs.
-        pools: Its cache.
         batch: The tokens.
     """
 

@@ -121,7 +121,6 @@ class GpuAdapters:
 
     Args:
         model: The decoder that they are of.
-        device: The GPU.
         ranks: Those that have parts of it; None where one has all.
 
     Attributes:

@@ -44,7 +44,6 @@ class TritonBackend(OneProcess):
     """Runs decoders on a GPU; see `inference.backend.Backend`.
 
     Args:
-        device: Where.
         dtype: Of activations and of float weights: fp16 or bf16.
     """
 

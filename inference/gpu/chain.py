@@ -63,7 +63,6 @@ class State:
     Args:
         sequences: How many.
         network: What drafts.
-        device: The GPU.
         dtype: Of what the network reads again.
         width: Most blocks of a sequence.
 
@@ -103,8 +102,6 @@ class DeviceChain:
 
     Args:
         network: On the GPU.
-        pools: Its cache.
-        device: The GPU.
         dtype: Of what it reads.
         width: Most blocks of a sequence.
         most: Most tokens of a step.

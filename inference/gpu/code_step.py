@@ -27,7 +27,6 @@ class CodeStep:
 
     Args:
         model: What runs.
-        pools: Its cache.
         batch: The tokens.
     """
 

@@ -213,13 +213,8 @@ def run_block(
     """A decoder block by itself: [T, H] to the same.
 
     Args:
-        config: The decoder's shape.
-        dtype: Of activations.
-        layer: The block.
         read: What its attention reads, [T, inputs of q, k and v].
         x: What it adds to, [T, H].
-        batch: The step.
-        pool: Its cache.
         window: Positions that a query sees, or None for all.
     """
     qkv, own = layer.qkv(read, dtype=dtype), layer.feed_forward

@@ -60,7 +60,6 @@ def feed_forward(
     """The layer on rows that are as it wants them: [T, H] in `dtype`.
 
     Args:
-        own: The layer.
         rows: [T, H].
         scales: Of the rows, where they are quantized.
         dtype: The model's float type.

@@ -62,7 +62,6 @@ def too_small(what: str, device: torch.device, free: int, needed: int, remedy: s
 
     Args:
         what: What it ran out for.
-        device: Where.
         free: Bytes that it had.
         needed: Bytes that are needed at least; 0 where that is not known.
         remedy: What to change.

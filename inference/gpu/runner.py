@@ -206,8 +206,6 @@ class GpuRunner:
 
     Args:
         model: On the GPU.
-        pools: Its cache.
-        device: The GPU.
         batch: Which blocks of the cache each sequence holds, and its tokens.
         width: Most blocks of a sequence.
         graphs: Capture steps as CUDA graphs.

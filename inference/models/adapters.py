@@ -35,7 +35,6 @@ class AdapterPart:
     """What an adapter adds to one of the layers that run as one.
 
     Attributes:
-        index: Which of them.
         a: fp32 [r, K].
         b: fp32 [n, r], its factor multiplied in.
     """
@@ -84,9 +83,7 @@ def lay_out(model: Decoder[Any, Any], blocks: Sequence[str], lora: Lora) -> Adap
     """An adapter's parts by the layers that they are added to.
 
     Args:
-        model: The decoder.
         blocks: Full names of its blocks.
-        lora: What was read.
 
     Raises:
         CheckpointError: it changes layers that adapters are not run with.
@@ -126,8 +123,6 @@ def outputs_of(config: ModelConfig, layer: AdaptedLayer, outputs: int) -> tuple[
     """Outputs of each of the layers that run as one.
 
     Args:
-        config: The decoder's shape.
-        layer: Which one.
         outputs: Of one of them; those of qkv are known.
     """
     if layer == "qkv":
@@ -141,7 +136,6 @@ def modules_of(
     """Full names of the layers of a block that run as one.
 
     Args:
-        config: The decoder's shape.
         block: Full name of the block.
         dense: Whether its feed-forward layer is no mixture.
     """

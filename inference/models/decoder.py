@@ -39,15 +39,12 @@ class Decoder(Generic[L, X]):
     """A loaded decoder.
 
     Args:
-        checkpoint: Float or quantized.
         factory: The backend that it will run on: makes its layers.
         longest: Most tokens that a request may have; default: as many as the model has positions.
         config: Its shape, where the checkpoint is a part of one that was checked as a whole;
             default: that of the checkpoint, which is checked.
 
     Attributes:
-        config: Its shape.
-        dtype: Of activations.
         embedding: [vocabulary, hidden], as stored, or the head's where it is tied and held as such;
             None where a quantized head is the embedding, too (`embed`).
         layers: Its blocks.

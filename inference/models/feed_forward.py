@@ -89,7 +89,6 @@ def by_expert(
     Args:
         x: [T, H].
         chosen: int64 [T, k], the experts of each token.
-        experts: All of them.
         run: Runs one on some tokens, int64 [n]: [n, H].
 
     Returns:
@@ -114,10 +113,8 @@ def load_feed_forward(
     """Read the feed-forward layer of a block; it is a mixture if the checkpoint has its router.
 
     Args:
-        checkpoint: Where from.
         block: Full name.
         config: The decoder's shape, with how its routers choose.
-        factory: Makes its layers.
 
     Raises:
         CheckpointError: a tensor is missing, or the router is not one of these experts.

@@ -154,7 +154,6 @@ class CacheShape:
         """A pool of zeros for each layer.
 
         Args:
-            device: Where it is.
             dtype: Of K and V where they are not quantized.
             tokens_last: Whether values lie as [blocks, Hkv, D, 64], not as [blocks, Hkv, 64, D];
                 latents, which are keys too, never do.

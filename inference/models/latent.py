@@ -60,12 +60,8 @@ def load_latent(
     """Read the projections of an attention module.
 
     Args:
-        checkpoint: Where from.
         attention: Full name of the module.
-        names: Of its parts.
-        sizes: Of its parts.
         channels: Places of the rotated channels as they are stored, in the order in which they run.
-        factory: Makes its layers.
 
     Returns:
         The layer of all that reads the attention's input (q, or its latent, then the latent of keys

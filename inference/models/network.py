@@ -53,7 +53,6 @@ class Network(Protocol):
 
         Args:
             batch: Which ones: the `Batch` or `GpuBatch` of its device, with the ids that it reads.
-            pools: Its cache.
             hidden: [T, size] of the tokens, if it reads that.
 
         Returns:
@@ -67,8 +66,6 @@ class Catching:
     """Sequences that get drafts, and what is to be computed for them first.
 
     Attributes:
-        batch: The running sequences.
-        places: Which ones.
         starts: How many tokens of each the network's cache holds.
         most: Most drafts of each, at least one.
     """

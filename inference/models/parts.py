@@ -71,7 +71,6 @@ class PartLoader(Generic[L, X]):
     """Loads parts of a decoder.
 
     Args:
-        checkpoint: Where from.
         config: The shape that they have.
         factory: The backend that they will run on: makes their layers.
     """

@@ -13,12 +13,7 @@ from kernels.attention_inputs import KVPool
 
 
 class CachedPrefix:
-    """A prefix for a decoder: channels of K in the order in which rotation wants them.
-
-    Args:
-        config: The decoder's shape.
-        prefix: What was read.
-    """
+    """A prefix for a decoder: channels of K in the order in which rotation wants them."""
 
     def __init__(self, config: ModelConfig, prefix: Prefix) -> None:
         heads = (config.kv_heads, config.head_dim)
@@ -33,7 +28,6 @@ class CachedPrefix:
         """Put K and V of as many tokens as there are slots, from `start` on, into the cache.
 
         Args:
-            pools: Of each block.
             start: Position of the first token.
             slots: Of each token, block * 64 + offset.
         """

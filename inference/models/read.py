@@ -95,9 +95,7 @@ def read_linear(
     """Read linear layers that see the same input as one layer, their outputs side by side.
 
     Args:
-        checkpoint: Where from.
         modules: Full names, such as the q, k and v projections of a block.
-        device: Where to.
 
     Raises:
         CheckpointError: some are quantized and some are not, their schemes, input scales or widths
@@ -112,9 +110,7 @@ def read_stacks(
     """Read layers many at a time, by the calls of one, which is what takes the time.
 
     Args:
-        checkpoint: Where from.
         layers: As many times the modules of `read_linear`, such as an expert's gate and up.
-        device: Where to.
 
     Yields:
         Some of the layers, in order, stacked: `TOGETHER` weights, or one layer if it has more.

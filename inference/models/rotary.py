@@ -67,7 +67,6 @@ class Rotary:
         Args:
             longest: Most tokens that a request may have.
             head_dim: D.
-            device: Where they go.
         """
         limit, frequency = self.original_positions, self.frequency
         if self.long_frequency is not None and limit is not None and longest > limit:

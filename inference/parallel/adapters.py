@@ -75,7 +75,6 @@ class SharedAdapters:
 
     Attributes:
         loader: What the rank runs.
-        own: Its parts.
     """
 
     loader: RankLoader

@@ -250,7 +250,6 @@ class PlannedSteps(StepRanks):
 
     Args:
         group: All ranks' devices.
-        device: This rank's.
         ranks: The others, on the first rank.
 
     Attributes:

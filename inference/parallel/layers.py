@@ -36,7 +36,6 @@ class ShardDecoder(Decoder[L, X]):
     Args:
         checkpoint: The whole.
         shard: What the rank holds of it.
-        factory: Makes its layers.
         group: All ranks.
         longest: Most tokens that a request may have.
     """

@@ -78,7 +78,6 @@ class HoldAdapter:
     """Hold a part of an adapter in a slot; see `inference.parallel.adapters`.
 
     Attributes:
-        slot: Its number.
         arrays: The whole adapter by block and layer: index, A and B of each part.
     """
 

@@ -62,7 +62,6 @@ class RankProcess:
     """A rank in a process of its own; see `Member`.
 
     Args:
-        rank: Which one.
         tasks: Its end of the connection that its tasks come by.
         news: Its end of the one by which it tells of itself.
     """

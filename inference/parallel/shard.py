@@ -60,8 +60,6 @@ def shard_of(checkpoint: Checkpoint, config: ModelConfig, rank: int, ranks: int)
 
     Args:
         checkpoint: Where it will be read from.
-        config: The decoder's shape.
-        rank: Which one.
         ranks: How many there are.
 
     Raises:
@@ -146,7 +144,6 @@ class _Planner:
 
     Args:
         checkpoint: Where they will be read from.
-        config: The decoder's shape.
         rank: Whose cuts are made.
         queries: Each rank's heads of q.
         held: Each rank's heads of K and V.

@@ -73,7 +73,6 @@ class TorchrunRank:
     """A rank that torchrun has started; see `inference.parallel.ranks.Member`.
 
     Args:
-        rank: Which one.
         pid: Of its process.
     """
 

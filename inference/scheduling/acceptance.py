@@ -72,7 +72,6 @@ class Acceptance:
         that of the last token or of an accepted draft.
 
         Args:
-            work: The step.
             which: Indices of slices of it.
             firsts: The row of each one's last token; those of its drafts follow.
             tokens: The token chosen after each row; negative where logits were not finite.
@@ -98,7 +97,6 @@ class Acceptance:
         own, as long as the token is the draft whose row comes next: no token depends on drafts.
 
         Args:
-            work: The step.
             which: Indices of slices of it, each with at least one row of logits.
             logits: fp32 [rows, vocabulary], on the host: the rows of each slice, in that order.
         """
@@ -149,7 +147,6 @@ class Acceptance:
         """Give requests the tokens of their rows, one by one, as long as they are the drafts.
 
         Args:
-            work: The step.
             which: Indices of slices of it.
             firsts: The row of each one's last token; those of its drafts follow.
             choose: The tokens of places from a row each, and their log probabilities, by place.
@@ -200,7 +197,6 @@ class Acceptance:
         """Give requests that want no log probabilities and watch no token all their tokens.
 
         Args:
-            work: The step.
             which: Indices of slices of it.
             firsts: The row of each one's last token; those of its drafts follow.
             among: Those whose tokens are what `chosen` says.

@@ -35,7 +35,6 @@ class ActiveRequest:
     """State of one request between its arrival and its end.
 
     Args:
-        name: The request's.
         prompt: Its token ids.
         params: How it is decoded.
         tokenizer: A transformers tokenizer.

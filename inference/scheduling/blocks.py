@@ -122,7 +122,6 @@ class BlockManager:
             model keeps none.
 
     Attributes:
-        states: The same.
         promises: Times that owners have promised what they were about to compute.
     """
 
@@ -246,7 +245,6 @@ class BlockManager:
 
         Args:
             owner: Has found what there is of its tokens, and promised the rest of its prompt.
-            place: Its place.
             tokens: Its prompt.
             root: As in `take_prefix`.
         """

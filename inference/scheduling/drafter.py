@@ -55,7 +55,6 @@ class Drafter(Protocol):
         It is called for every step that may have drafts, and where no sequence can, with none.
 
         Args:
-            batch: The running sequences.
             places: Those of which all tokens are known, and all but the last computed.
             most: Most drafts of each: what it may still come to have, less one.
             room: Most drafts of all.
@@ -73,7 +72,6 @@ class Drafter(Protocol):
         """Write drafts to `batch.ids`, after what is known; how many there are of each.
 
         Args:
-            batch: The running sequences.
             places: Who gets drafts.
             most: Most of each, at least one.
         """
@@ -84,7 +82,6 @@ class Drafter(Protocol):
 
         Args:
             batch: The sequences; some may have ended since.
-            work: The step.
             which: Indices of its slices that had drafts and whose first new token was chosen.
             accepted: How many of each one's drafts were.
         """

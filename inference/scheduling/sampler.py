@@ -36,9 +36,7 @@ def penalize(
 
     Args:
         logits: fp32 [vocabulary].
-        prompt: Tokens of the prompt.
         output: Generated tokens.
-        params: The request's.
 
     Returns:
         New logits, or the same where there is nothing to do.
@@ -65,7 +63,6 @@ def permit(
 
     Args:
         logits: fp32 [vocabulary].
-        params: The request's.
         forbidden: Tokens that may not come.
         mask: As in `sample`.
 
@@ -90,7 +87,6 @@ def biases_of(params: SamplingParams, ends: Collection[int]) -> Biases | None:
     """What is added to a request's logits: its bias, and what forbids its ends at first.
 
     Args:
-        params: The request's.
         ends: Tokens that end it.
     """
     early = sorted(ends) if params.min_tokens and params.constraint is None else []
@@ -169,9 +165,7 @@ def sample(
 
     Args:
         logits: fp32 [vocabulary].
-        prompt: Tokens of the prompt.
         output: Generated tokens.
-        params: The request's.
         forbidden: Tokens that may not come now: end tokens before `min_tokens`.
         seed: Of its random numbers.
         mask: int32 [ceil(vocabulary / 32)]: bit i % 32 of word i // 32 is set where token i may

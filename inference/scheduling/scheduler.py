@@ -49,7 +49,6 @@ class Scheduler:
     """Queues of sequences.
 
     Args:
-        blocks: The cache's bookkeeping.
         max_batch_size: Most running sequences.
         max_batched_tokens: Most tokens of a step.
         root: Under which the cache finds what this model computes; see `BlockManager`.
@@ -62,7 +61,6 @@ class Scheduler:
         beside_decodes: Most tokens of prompts in a step that has others; None: as many as fit.
         waiting: Sequences that wait, in the order in which they are admitted.
         running: Those that run, in the order in which they began.
-        batch: Their rows.
         queried_tokens: Tokens of sequences when they began, all in all.
         hit_tokens: Those of them that the cache held.
         preemptions: Times that a sequence gave its blocks up.

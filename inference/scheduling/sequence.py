@@ -26,7 +26,6 @@ class Held(NamedTuple):
     """A request that is held.
 
     Attributes:
-        name: Its name.
         max_tokens: Most tokens that it may have after its prompt: what was asked for, or what
             `max_model_len` leaves.
     """
@@ -40,7 +39,6 @@ def check_beams(beams: int, prompt: int, room: int, places: int, blocks: int) ->
 
     Args:
         beams: How many they are; they share the whole blocks of the prompt.
-        prompt: Its tokens.
         room: Most tokens of each after it.
         places: Of the batch.
         blocks: Of the cache.
@@ -138,11 +136,9 @@ class Sequence:
     While it runs, both stand in its row of a `RunningBatch`; while it waits, here.
 
     Args:
-        name: The request's.
         tokens: Those of its prompt.
         terms: What does not change while it runs.
         whole: Whether the logits of all its tokens are wanted, not only those of the last.
-        held: See below.
         given: Likewise.
 
     Attributes:

@@ -76,11 +76,8 @@ class Work:
     What depends on the state of a sequence is asked when this is made: it grows meanwhile.
 
     Attributes:
-        batch: Holds the sequences.
         places: Which ones; each once, but for what `row_by_row` gives.
         starts: First token of each.
-        counts: Tokens of each.
-        serials: Who was at each place.
         samples: Whether the last of them is the sequence's last, so that a new one follows.
         host: Whether that is chosen on the host.
         whole: Whether the logits of all the tokens are wanted.
@@ -108,7 +105,6 @@ class Work:
 
         Args:
             batch: Holds the sequences; `RunningBatch.ids` has the drafts.
-            places: Which ones.
             counts: Tokens of each that are known, or on their way.
             drafts: Drafts of each; none where left out. Who has any has no other token to compute
                 but its last.

@@ -35,7 +35,6 @@ class Target:
     """The model that drafts are for.
 
     Attributes:
-        tokenizer: Its tokenizer.
         vocabulary: Its logits.
         sizes: Of its engine, all resolved; `kv_blocks` is what its cache has.
         backend: Where it runs, and where a network that drafts is to run.
@@ -84,7 +83,6 @@ class NetworkBackend(Backend[Any, Any], Protocol):
 
         Args:
             model: What runs, by its shape and type (`inference.transformers_code.model`).
-            pools: Its cache.
             batch: The tokens, as the device's steps have them.
         """
         ...
@@ -100,7 +98,6 @@ class NetworkBackend(Backend[Any, Any], Protocol):
 
         Args:
             network: Loaded on this backend.
-            pools: Its cache.
             sizes: Of the engine, all resolved.
             features: [slots of the cache and one more, size], what it reads of each token; None
                 where it reads tokens alone.
@@ -185,10 +182,7 @@ def require_memory(
     """Refuse a network for which memory is too small.
 
     Args:
-        name: Its folder.
         weights: Bytes of what is loaded and allocated beside its cache.
-        cache: Its cache.
-        backend: Where it runs.
         dtype: Of its cache, where it is not quantized.
 
     Raises:

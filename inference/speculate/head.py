@@ -66,7 +66,6 @@ class Head(Protocol):
         Args:
             batch: Positions t, as the device's steps have them; `ids` are those of tokens t + 1.
             features: [T, H] of tokens t, or what it gave itself for tokens t - 1.
-            pool: The cache.
 
         Returns:
             [T, H], of which `logits` are made, and which stands for the feature of tokens t + 1.

@@ -39,7 +39,6 @@ def read_shape(
     A declared family that the device's kernels refuse runs by transformers' code, which is logged.
 
     Args:
-        checkpoint: Float or quantized.
         factory: The backend that it will run on.
         transformers_code: Run a declared family by transformers' code, too.
 

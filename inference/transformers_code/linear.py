@@ -30,11 +30,7 @@ from inference.transformers_code.attention import current_sinks, current_step, o
 
 
 class BackendLinear(nn.Module):
-    """A linear layer of a backend.
-
-    Args:
-        layer: Runs it.
-    """
+    """A linear layer of a backend."""
 
     def __init__(self, layer: LinearLayer) -> None:
         super().__init__()
@@ -96,7 +92,6 @@ class Embedding(nn.Module):
 
     Args:
         weight: [vocabulary, hidden].
-        dtype: Of activations.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
@@ -114,7 +109,6 @@ class HeadRows(nn.Module):
 
     Args:
         head: Runs the head.
-        dtype: Of activations.
     """
 
     def __init__(self, head: LinearLayer, dtype: torch.dtype) -> None:
@@ -173,10 +167,6 @@ class Head(nn.Module):
     """The layer that gives logits, of those tokens of a step whose logits are wanted.
 
     What transformers' code does with logits after it (a factor, a bound) it does with these.
-
-    Args:
-        layer: Runs it.
-        dtype: Of activations.
 
     Attributes:
         weight: Nothing, of that type, which code may ask for.

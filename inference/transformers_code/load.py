@@ -51,9 +51,7 @@ def load_code(
     """A model by transformers' own code, ready to run steps.
 
     Args:
-        checkpoint: Float or quantized.
         structure: Of its code.
-        factory: Makes its linear layers.
         longest: Most tokens that a request may have.
 
     Raises:
@@ -95,7 +93,6 @@ def load_predicting(
         structure: Of the model that it follows, with one such block alone.
         names: Where the layer is in the checkpoint.
         beside: That model, loaded, whose embedding and head are the layer's.
-        factory: Makes its linear layers.
         longest: Most tokens that a request may have.
 
     Returns:
@@ -157,11 +154,8 @@ class _Loader:
     """Puts layers and tensors into a model on the meta device.
 
     Args:
-        model: The model.
         stored: Names in the files of its tensors.
-        checkpoint: Where they are read.
         structure: Of its code.
-        factory: Makes its linear layers.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ class CodeShape:
     """Shape of a decoder as its code has it; see `inference.models.model.ModelShape`.
 
     Attributes:
-        structure: Names of its parts.
         windows: Sliding window of each layer with attention, None for full attention.
         places: Which layer of the cache each of these reads: its own, or that of an earlier one.
         cached: What the cache holds of a token, layer by layer of its own.
@@ -102,12 +101,7 @@ class CodeShape:
 
 
 class CodeShaped(Protocol):
-    """What a step needs to know of whatever runs by transformers' code.
-
-    Attributes:
-        config: Its shape.
-        dtype: Of activations.
-    """
+    """What a step needs to know of whatever runs by transformers' code."""
 
     config: CodeShape
     dtype: torch.dtype
@@ -117,16 +111,11 @@ class CodeModel:
     """A loaded model; `inference.models.decoder.Decoder` is its declared twin.
 
     Args:
-        checkpoint: Float or quantized.
-        config: Its shape.
         factory: The backend that it will run on: makes its linear layers.
         longest: Most tokens that a request may have.
 
     Attributes:
-        config: Its shape.
         module: transformers' model, its parts replaced.
-        dtype: Of activations.
-        device: Where it is.
         sink_tokens: Positions from the first on whose tokens have static input scales of their own.
 
     Raises:

@@ -45,7 +45,6 @@ def pieces_of(work: Work, *, longest: bool = False) -> list[Piece]:
     second ones and so on; then prompts piece by piece.
 
     Args:
-        work: The step.
         longest: Cut prompts only where a state is kept: for devices on which sums are grouped by
             what else is in the step anyway.
     """
@@ -78,7 +77,6 @@ def _next_tokens(work: Work, which: Ints, firsts: Ints, states: StateRows) -> It
     """The next token of sequences as a piece, then each of their drafts.
 
     Args:
-        work: The step.
         which: Indices of their slices.
         firsts: The first token of each slice.
         states: Says where states before drafts are kept.

@@ -36,16 +36,13 @@ class CodePredictor:
     """A loaded layer; see `inference.transformers_code.model.CodeShaped`.
 
     Args:
-        checkpoint: Where it is stored.
         config: config.json of the model whose blocks it follows.
-        names: Its parts.
         target: That model, loaded.
         factory: The backend that it will run on.
         longest: Most positions.
 
     Attributes:
         config: Of a model of one such block.
-        dtype: Of activations.
 
     Raises:
         CheckpointError: a tensor is missing or of another shape.

@@ -37,7 +37,6 @@ class Projection(nn.Module):
     """A linear layer of such a module, in the place of `BackendLinear` or a part of one.
 
     Args:
-        layer: The same.
         owner: All those of the module.
     """
 
@@ -52,9 +51,6 @@ class Projection(nn.Module):
 
 class Projections:
     """Those of one module, which are put in their places.
-
-    Args:
-        module: Loaded.
 
     Attributes:
         last: Name in the module of the layer that makes what it gives; None where none does.

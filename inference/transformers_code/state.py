@@ -81,16 +81,12 @@ class Stateful(nn.Module):
     """A module that keeps a state, in the place of transformers' own.
 
     Args:
-        mixer: transformers' module.
         shapes: Of its states.
         count: How many of each kind it may have.
 
     Attributes:
-        mixer: The same.
-        shapes: The same.
         continues: Whether its code takes several tokens after a state.
         together: Whether its code may take several sequences at once.
-        projections: Its linear layers.
         outputs: How many of what it gives are of tokens, the first; None as long as shapes tell.
     """
 
@@ -229,7 +225,6 @@ def state_shapes(mixer: nn.Module, hidden: int, count: int, dtype: torch.dtype) 
         mixer: On the meta device.
         hidden: Width of hidden states.
         count: How many states of each kind its cache may have.
-        dtype: Of activations.
 
     Raises:
         CheckpointError: it keeps none where transformers' caches have it.

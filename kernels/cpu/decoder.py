@@ -104,7 +104,6 @@ class BlockSpec:
         before_attention: [hidden].
         qkv: q, k and v merged.
         q_norm: Of each head [D], or of the whole projection [Hq D].
-        k_norm: The same of k.
         sinks: fp32 [Hq], as in `AttentionInputs`, or None.
         o: Attention's output projection.
         after_attention: [hidden].
@@ -112,7 +111,6 @@ class BlockSpec:
         gate_up: gate and up merged.
         down: The feed-forward layer's output projection.
         after_feed_forward: [hidden].
-        pool: The cache.
         window: Positions that a query sees, or None for all.
     """
 
@@ -139,7 +137,6 @@ class DecoderSpec:
 
     Attributes:
         embedding: [vocabulary, hidden], fp32 or bf16; None where it is the rows of the head.
-        blocks: In order.
         norm: fp32 [hidden].
         head: Gives the logits.
         heads: Query heads.

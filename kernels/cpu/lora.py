@@ -39,7 +39,6 @@ class LoraTable:
         """Hold an adapter in a slot, in the place of what was there.
 
         Args:
-            slot: Its number.
             layers: What it adds, by the layer's number; nothing to others.
         """
         while len(self._held) <= slot:

@@ -120,7 +120,6 @@ def surplus_tensors(source: Source, modules: Sequence[str]) -> frozenset[str]:
     """Names of the tensors to leave out when a folder is converted.
 
     Args:
-        source: The folder.
         modules: Full names of its quantized layers.
 
     Raises:

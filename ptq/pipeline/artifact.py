@@ -72,7 +72,6 @@ class Artifact:
         """Let a block know what its samples would show.
 
         Args:
-            work: The block.
             stage: The method after which they ran; '' for the original model.
 
         Raises:
@@ -116,7 +115,6 @@ class Artifact:
 
         Args:
             work: A block as `ptq.pipeline.passes.block_work` makes it of the run's plan.
-            recipe: The run's.
         """
         self.give(work)
         for spec, method in block_methods(recipe.methods):
@@ -137,7 +135,6 @@ def save_moments(folder: Path, kinds: Sequence[str], work: BlockWork, stage: str
     Args:
         folder: Where to, after `expect_moments`.
         kinds: Of `KEPT_FOLDERS`: second moments, if they are whole, and both Fisher factors.
-        work: The block.
         stage: The method after which the samples ran; '' for the original model.
 
     Raises:

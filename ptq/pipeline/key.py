@@ -88,7 +88,6 @@ def gradients_key(plan: Plan, model: FloatModel, facts: Mapping[str, str]) -> st
     """One number for what decides on a backward pass: of `run_facts` all but scheme and methods.
 
     Args:
-        plan: Of the run.
         model: The model that is quantized, as methods have it seen.
         facts: From `run_facts`.
     """

@@ -2,8 +2,8 @@
 
 What drafts costs no accuracy, only drafts that are not accepted, so that these layers are solved by
 their weights alone, whatever methods the recipe has: scales by absmax, of less than 8 bits by the
-search for the least squared error. Inputs are scaled when they arrive. What is lost of a weight is
-told with its scales; the record's layers are those whose outputs are measured.
+search for the least squared error. Inputs are scaled when they arrive. What is lost of a weight
+stands beside its scales; the layers in the record are those whose outputs are measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def solve_predicting(
     """Round the linear layers of a plan's model that are in such layers.
 
     Args:
-        plan: Of the run.
         model: As the recipe's methods see it.
         device: Where they are rounded.
 

@@ -88,7 +88,6 @@ class Progress(Strict):
     """How far a run has come, and which run it is.
 
     Attributes:
-        key: Of the run.
         blocks: Those that are stored with the states after them.
         total: Blocks of the model.
         facts: What the key stands for; see `ptq.pipeline.key.run_facts`.
@@ -168,7 +167,6 @@ class ResumableRun:
         `close`.
 
         Args:
-            solved: The block.
             states: Hidden states of the float model.
             quantized: Those after the quantized blocks, where they are kept.
         """

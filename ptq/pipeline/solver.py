@@ -52,7 +52,6 @@ class BlockSolver:
     """Solves the blocks of a plan's model.
 
     Args:
-        plan: Of the run.
         watch: Counts seconds by phase; a method's phase has its name.
         artifact: What an earlier run saw, in place of samples.
         keep: Called with each block once its samples have run through it, and with the method after

@@ -22,7 +22,6 @@ def predict_seconds(plan: Plan, tokens: TokenSet) -> dict[str, float]:
     """Solve the first block and write nothing.
 
     Args:
-        plan: Of the run.
         tokens: Its calibration tokens.
 
     Returns:

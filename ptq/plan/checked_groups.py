@@ -54,7 +54,6 @@ def checked_groups(
     Args:
         source: The model; the embedding is read, and a block of each build.
         config: Its configuration.
-        structure: Of the model.
         kinds: What is wanted; without any, nothing is read.
 
     Raises:

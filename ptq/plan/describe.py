@@ -22,7 +22,7 @@ from ptq.recipe.budget import BudgetSpec
 from ptq.text import duration_text, matches, size_text
 
 PHASES = 4  # that are named, the longest
-LOOSE = 0.05  # of all parameters in other parts of blocks, such as stacks of experts: it is told
+LOOSE = 0.05  # of all parameters in other parts of blocks, such as stacks of experts: worth a line
 
 
 def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:

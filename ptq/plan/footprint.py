@@ -45,7 +45,6 @@ class Footprint:
     """What a run holds; see the module's docstring.
 
     Args:
-        recipe: The run.
         source: The model; only its headers are read.
         blocks: Its blocks.
         checkpoint_bytes: Of the checkpoint that is written.
@@ -229,9 +228,7 @@ class _Backward:
     """What gradients take: nothing where no method wants them.
 
     Args:
-        recipe: The run.
         schedule: Its passes.
-        source: The model.
         blocks: Its blocks.
         activations: Bytes that one sample needs on its way through a block.
     """

@@ -94,7 +94,6 @@ def plan_modules(
     """The fate of every linear layer and router.
 
     Args:
-        recipe: The run.
         config: config.json of the model.
         blocks: Full names of its decoder blocks.
         shapes: Weights of its linear layers and routers, by full name, in the model's order.
@@ -125,7 +124,6 @@ def plan_predicting(recipe: Recipe, model: FloatModel) -> Iterator[ModulePlan]:
     """The fate of every linear layer of the layers that predict further tokens.
 
     Args:
-        recipe: The run.
         model: As the recipe's methods see it.
     """
     config, layers = model.config, dict[str, dict[str, Shape]]()

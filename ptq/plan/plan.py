@@ -189,7 +189,6 @@ def build_plan(
     """Decide what happens to each module, and look for everything that would stop the run.
 
     Args:
-        recipe: The run.
         checkpoint: The model that the recipe names.
         where: Origins of the recipe's values, for messages.
         force: Whether an existing output may be replaced.

@@ -65,7 +65,6 @@ class GroupCosts(Strict):
     """A group of layers with its candidates.
 
     Attributes:
-        label: Its name.
         layers: Full names of its layers.
         elements: Weights in it.
         candidates: The fewest bits first.
@@ -177,7 +176,6 @@ def gather(
         found: What the run found.
         model: That it read.
         names: Short names of the spec's schemes.
-        key: Of the run.
         head: Costs of the head, if it may be quantized.
     """
     counted = {name.split("/", 2)[2]: tensor for name, tensor in found.tensors.items()}

@@ -99,7 +99,6 @@ def require_same_vocabulary(
 
     Args:
         name: The draft model.
-        draft: Its tokenizer.
         draft_size: Its logits.
         target: The tokenizer of the model that it is to draft for.
         target_size: The model's logits.

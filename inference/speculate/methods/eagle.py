@@ -74,7 +74,6 @@ def read_settings(checkpoint: Checkpoint, target: ModelConfig) -> EagleSettings:
     """Read and check what a head says of itself.
 
     Args:
-        checkpoint: The head.
         target: The shape of the model that it drafts for.
 
     Raises:
@@ -162,7 +161,6 @@ class EagleHead:
     """A loaded head; see `inference.speculate.head.Head`.
 
     Args:
-        checkpoint: Where it is stored.
         settings: What it says of itself.
         target: The model that it drafts for.
         said: What config.json says of that.

@@ -53,14 +53,11 @@ class PredictingLayer:
     """A loaded layer; see `inference.speculate.head.Head`.
 
     Args:
-        checkpoint: Where it is stored.
-        names: Its parts.
         target: The model whose blocks it follows.
         backend: Where that runs.
         longest: Most positions.
 
     Attributes:
-        shape: The model's.
         taps: The output of the model's last block.
 
     Raises:
@@ -120,7 +117,6 @@ class CodeLayer:
     """A loaded layer that transformers' code runs; see `inference.speculate.head.Head`.
 
     Args:
-        layer: The layer.
         blocks: Of its model.
         backend: Where that runs.
 
@@ -179,7 +175,6 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
     Args:
         name: The checkpoint with that layer, a folder or `organization/model` on the Hugging Face
             hub; None for the model's own.
-        target: The model.
 
     Raises:
         CheckpointError: the layer is damaged.

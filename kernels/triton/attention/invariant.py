@@ -40,11 +40,6 @@ def invariant_attention(
 
     Args:
         q: [S, Hq, D]; any number of them, in as many launches as the workspace asks for.
-        inputs: As there.
-        workspace: As there.
-        out_scale: As there.
-        out_dtype: As there.
-        metadata_ready: As there.
     """
     (_, q_heads, dim), pool = q.shape, inputs.pool
     heads, window = pool.k.shape[1], inputs.sliding_window

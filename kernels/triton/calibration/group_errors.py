@@ -65,7 +65,6 @@ def group_errors(
         scale: fp32 [ceil(N / rows), groups].
         zero_point: Of the scale's shape, or None.
         moments: fp32 [K, K].
-        kind: The type.
         rows: Of a weight that have one scale.
 
     Returns:

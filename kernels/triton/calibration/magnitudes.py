@@ -57,7 +57,6 @@ class Magnitudes:
     Args:
         heads: Kept apart; 1 for the input of a linear layer.
         channels: Of a head.
-        device: The GPU.
         histogram: Whether to count magnitudes.
     """
 

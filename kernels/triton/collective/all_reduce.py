@@ -94,7 +94,6 @@ class AllReduce:
 
         Args:
             group: 2, 4 or 8 ranks.
-            device: This rank's.
             most_rows: The most rows that one call has. It sizes the shared memory, up to the most
                 rows that the kernels take; larger calls go by NCCL.
             hidden: Elements of a row.

@@ -65,7 +65,6 @@ def pack(
         scale: fp32 [N, groups].
         zero_point: int8 or fp32 [N, groups], or None.
         bias: Float [N] or None.
-        rows: What its input will be.
         dtype: The model's float type.
         bits: 4 or 8.
         group: Inputs that share a scale; None for all.

@@ -87,7 +87,6 @@ def gather_rows(
             (`runs`), or e4m3 [N, K] (`rows`).
         scale: [groups, N] as `packing.lay_scales` gives them, or [N].
         size: (N, K).
-        dtype: Of the result.
         layout: How the weight is laid out.
         bits: Of an element of tiles.
         group: Inputs that share a scale; 0 for all.

@@ -128,11 +128,9 @@ def launch_few_rows(
     """Run a kernel of few rows; see the top of the file.
 
     Args:
-        kernel: The Triton kernel.
         operands: What it takes first.
         bias: As the weight has it.
         product: What is multiplied.
-        tile: How it is cut.
         exact: Whether sums are of integers.
         fused: Whether the compiler may fuse a product and a sum, which then round once.
         wide: Whether places in the weight need 64 bits; those in x are looked after here.

@@ -92,7 +92,6 @@ class LoraStack:
             rank: The largest of any adapter, up to 128.
             inputs: K, without what fills up the rows of a quantized weight.
             dtype: The model's float type.
-            device: Where the layer is.
 
         Raises:
             ValueError: a number is out of its range, or the type no float.
@@ -113,8 +112,6 @@ class LoraStack:
         """Lay one part of an adapter into a slot; zeros fill the ranks that it lacks.
 
         Args:
-            slot: Which.
-            part: Which.
             a: [r, K].
             b: [n, r], multiplied by the adapter's scale.
 

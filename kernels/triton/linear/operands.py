@@ -97,7 +97,6 @@ def quarters(
         z3: Of the fourth.
         BITS: Of a weight.
         ZERO: Whether there are zero points.
-        dtype: Of the result.
     """
     tiles: tl.constexpr = words.shape[0]
     if BITS == 4:
