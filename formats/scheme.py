@@ -24,6 +24,7 @@ ScaleType = Literal["float", "e8m0", "e4m3"]
 BLOCK = 128  # rows and columns of a block, and elements of a group of activations
 MX_GROUP = 32  # weights that share a power of two in MXFP4 and MXFP8
 NV_GROUP = 16  # weights that share an e4m3 scale in NVFP4
+SUPER_BLOCK = 256  # inputs that share units of scales and minima where weights are those of Q4_K
 FINE = 16  # int8 weights of .gguf files that share a scale (Q6_K); `auto` chooses no such groups
 AUTO = "auto"  # the group size that each layer's inputs settle
 
@@ -95,12 +96,14 @@ class WeightSpec(Strict):
     """
     zero_points: Literal["integer", "float"] = "integer"
     """What the zero points of asymmetric weights are. `float`, fp32 ones of integers in groups, is
-    what .gguf files hold in blocks with a minimum; no recipe makes them.
+    what .gguf files hold in blocks with a minimum; recipes make those of Q4_K (`two_level`).
     """
     two_level: bool = False
     """Whether scales of int4 groups are multiples, 1 to 16, of one unit of their output channel,
     so that a kernel can sum the products of a whole channel as integers. They are stored as others
-    are, and cost about 2% of the KL divergence.
+    are, and cost about 2% of the KL divergence. With float zero points, in groups of 32, weights
+    are those of Q4_K in .gguf files: scales and minima are multiples of 6 bits of two fp16 units of
+    256 inputs. Layers whose inputs 256 does not divide have integer zero points then.
     """
 
     @model_validator(mode="before")
@@ -137,10 +140,12 @@ class WeightSpec(Strict):
                 "in groups: set symmetric: false and granularity: group, or zero_points: integer"
             )
         plain = self.dtype == "int4" and self.granularity == "group" and self.symmetric
-        if self.two_level and not plain:
+        minima = self.dtype == "int4" and self.group_size == min(GROUP_SIZES["int4"])
+        if self.two_level and not plain and not (minima and self.float_zeros):
             raise ValueError(
                 f"found two_level for {self.text}; scales have two levels where int4 weights are "
-                "symmetric and in groups of 32, 64 or 128: set these, or two_level: false"
+                "symmetric and in groups of 32, 64 or 128, or have zero_points: float and are in "
+                "groups of 32: set these, or two_level: false"
             )
         return self
 
@@ -148,6 +153,11 @@ class WeightSpec(Strict):
     def float_zeros(self) -> bool:
         """Whether zero points are floats."""
         return self.zero_points == "float"
+
+    @property
+    def super_blocks(self) -> bool:
+        """Whether weights are those of Q4_K; see `two_level`."""
+        return self.two_level and self.float_zeros
 
     @property
     def bits(self) -> int:
@@ -173,8 +183,13 @@ class WeightSpec(Strict):
 
         Where none does, each output channel has one scale: readers of checkpoints take neither a
         last group that is shorter, nor integers in groups of less than 32. fp4 knows no scales of
-        channels and has its smallest groups, which do not fit.
+        channels and has its smallest groups, which do not fit. Where super-blocks do not, groups of
+        the same size have integer zero points (Q4_1, half a bit a weight more).
         """
+        if self.super_blocks and inputs % SUPER_BLOCK:
+            size = AUTO if inputs % self.block[1] else self.group_size
+            plain = {"two_level": False, "zero_points": "integer", "group_size": size}
+            return self.model_copy(update=plain).fitted(inputs)
         if self.group_size != AUTO:
             return self
         fits = [size for size in GROUP_SIZES[self.dtype] if inputs % size == 0]
@@ -432,6 +447,14 @@ def has_float_zeros(schemes: Iterable[LayerScheme]) -> bool:
 _INT8, _FP8 = ActivationSpec(), ActivationSpec(dtype="fp8_e4m3")
 _PER_TOKEN = ActivationSpec(granularity="per_token")
 _W4 = WeightSpec(dtype="int4", granularity="group", group_size=128)
+_W4_Q4_K = WeightSpec(
+    dtype="int4",
+    granularity="group",
+    group_size=32,
+    symmetric=False,
+    zero_points="float",
+    two_level=True,
+)
 _W4_TWO_LEVEL = _W4.model_copy(update={"two_level": True})
 _KV, _KV_FP8 = KVCacheSpec(), KVCacheSpec(dtype="fp8_e4m3")
 _KV4 = KVCacheSpec(dtype="int4", granularity="per_token_head", rotate_keys=True, center_keys=True)
@@ -443,6 +466,7 @@ _A_FP8_TOKEN = ActivationSpec(dtype="fp8_e4m3", granularity="per_token")
 PRESETS: dict[str, Scheme] = {
     "w8": Scheme(weights=WeightSpec()),
     "w4": Scheme(weights=_W4),
+    "w4_q4_k": Scheme(weights=_W4_Q4_K),
     "a8w8": Scheme(weights=WeightSpec(), activations=_INT8),
     "a8w8c8": Scheme(weights=WeightSpec(), activations=_INT8, kv_cache=_KV),
     "a8w8_dynamic": Scheme(weights=WeightSpec(), activations=_PER_TOKEN),

@@ -8,7 +8,8 @@ per-token: a tensor is cut into blocks, each block has one scale, and
 Symmetric int8 is [-127, 127] with scale = absmax / 127, so that negation is exact; int4 is [-8, 7]
 with absmax / 7.5; fp8 is e4m3 with absmax / 448, clamped before the cast, which rounds half to
 even; fp4 is e2m1, of the values 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with absmax / 6.
-Asymmetric integers have a zero point z: q = clamp(round(x / scale) + z), x' = (q - z) scale.
+Asymmetric integers have a zero point z: q = clamp(round(x / scale) + z), x' = (q - z) scale; of one
+that is a float, q = clamp(round(x / scale + z)).
 Scales are fp32. A block of zeros gets `TINY_SCALE`, so that a scale is always finite and positive.
 Some formats store other scales: powers of two (`choose_power`), or e4m3 values times a unit
 (`e4m3_multiples`), both exact in fp32.
@@ -222,6 +223,8 @@ def quantize(
         scale = expand_scale(scale, x.shape, block)
     scale = scale.to(x.device)  # by one number of the host a GPU multiplies, by its reciprocal
     zeros = None if zero_point is None else expand_scale(zero_point.float(), x.shape, block)
+    if zeros is not None and zero_point is not None and zero_point.is_floating_point():
+        return round_to(x.float() / scale + zeros, dtype).to(dtype.storage)
     return round_to(x.float() / scale, dtype, zeros).to(dtype.storage)
 
 

@@ -17,7 +17,8 @@ positive: as int4 with a positive scale it has the zero point -1 there, as int8 
 Blocks of Q4_K and Q5_K have 8 groups of 32 weights, each with s and m of 6 bits. A run of 32 bytes
 holds two groups, one in the low four bits; bit g of byte i is the fifth of weight i of group g.
 What has a minimum has fp32 zero points here: d q + m = (q - z) d with z = -m / d, exact but for
-the rounding of fp32.
+the rounding of fp32. Q4_K goes back into a file by the units that its scales and minima are
+multiples of (`kernels.two_level.six_bits`).
 
 A block of Q6_K has 16 groups of 16 weights, and is two halves of 64 and of 32 bytes: weight
 32 r + i of a half has its low four bits in byte i + 32 (r mod 2), of r > 1 the high ones there, and
@@ -34,8 +35,9 @@ import torch
 from torch import Tensor
 
 from formats.foreign.layout import without_signs
-from formats.scheme import FINE, LayerScheme, WeightSpec
+from formats.scheme import FINE, PRESETS, LayerScheme, WeightSpec
 from formats.stored.weights import StoredWeight
+from kernels.two_level import six_bits
 
 BLOCK = 32
 BYTES = {"Q8_0": 34, "Q4_0": 18, "Q5_0": 22, "IQ4_NL": 18, "Q4_1": 20}  # of a block
@@ -55,6 +57,7 @@ _FLOAT = WeightSpec(
 INT8_FLOAT = LayerScheme(weights=_FLOAT)
 INT8_FLOAT_FINE = LayerScheme(weights=_FLOAT.model_copy(update={"group_size": FINE}))
 INT4_FLOAT = LayerScheme(weights=_FLOAT.model_copy(update={"dtype": "int4"}))
+SUPER_BLOCKS = PRESETS["w4_q4_k"].of_layers
 
 
 def scheme_of(kinds: Collection[str], *, signed: bool = True) -> LayerScheme | None:
@@ -70,6 +73,8 @@ def scheme_of(kinds: Collection[str], *, signed: bool = True) -> LayerScheme | N
     """
     if set(kinds) == {"Q4_0"}:
         return INT4 if signed else SYMMETRIC
+    if set(kinds) == {"Q4_K"}:
+        return SUPER_BLOCKS
     if not set(kinds) <= BYTES.keys():
         return None
     fine = "Q6_K" in kinds
@@ -185,10 +190,12 @@ def packed(kind: str, weight: StoredWeight) -> np.ndarray:
     """The blocks of a weight in groups of 32 or of whole numbers of these: uint8 [N, bytes].
 
     Q8_0 takes int8 without zero points, Q4_0 int4 whose zero points are 0 or, with all steps up to
-    the other end, -1; Q4_1 takes any integer zero point, and floats where fp16 holds the minimum.
+    the other end, -1; Q4_1 takes any integer zero point, and floats where fp16 holds the minimum;
+    Q4_K takes floats in groups of 32.
 
     Raises:
-        ValueError: it holds other zero points, or a scale that fp16 does not.
+        ValueError: it holds other zero points, or a scale that fp16 does not, or of Q4_K scales or
+            minima that are no multiples of 6 bits of fp16 units.
     """
     rows, columns = weight.q.shape
     repeats = columns // BLOCK // weight.scale.shape[1]
@@ -197,6 +204,8 @@ def packed(kind: str, weight: StoredWeight) -> np.ndarray:
     if weight.zero_point is not None:
         zeros = weight.zero_point.repeat_interleave(repeats, dim=1)
     q = weight.q.view(rows, -1, BLOCK)
+    if kind == "Q4_K":
+        return _super_blocks(*_with_flat(q, scale, zeros)).flatten(1).numpy()
     if kind == "Q8_0":
         parts = (_bytes(scale), q.view(torch.uint8))
     elif kind == "Q4_0":
@@ -205,27 +214,50 @@ def packed(kind: str, weight: StoredWeight) -> np.ndarray:
         turned = (zeros == -1)[..., None]
         q = torch.where(turned, ~q, q) + 8
         parts = (_bytes(torch.where(zeros == -1, -scale, scale)), _pairs(q))
+    elif zeros.is_floating_point():
+        parts = _in_fp16(*_with_flat(q, scale, zeros))
     else:
-        low = scale * (-8 - zeros.float())
-        if zeros.is_floating_point():
-            q, scale, low = _in_fp16(q, scale, zeros, low)
-        parts = (_bytes(scale), _bytes(low), _pairs(q + 8))
+        parts = (_bytes(scale), _bytes(scale * (-8 - zeros.float())), _pairs(q + 8))
     return torch.cat(parts, dim=-1).flatten(1).numpy()
 
 
-def _in_fp16(q: Tensor, scale: Tensor, zeros: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with d = 0 of groups that `_with_minima` found so.
+def _with_flat(q: Tensor, scale: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q from 0, scales, the smallest values, and by what fp32 rounded these: all of q's groups.
+
+    The scale is 0 of groups that `_with_minima` found so.
+    """
+    flat = (q == 0).all(dim=-1) & (scale == 1)
+    scale, low = torch.where(flat, 0, scale), torch.where(flat, -zeros, scale * (-8 - zeros))
+    rounding = 2.0**-22 * scale * (8 + zeros.abs())
+    return torch.where(flat[..., None], 0, q + 8).to(torch.uint8), scale, low, rounding
+
+
+def _in_fp16(q: Tensor, scale: Tensor, low: Tensor, rounding: Tensor) -> tuple[Tensor, ...]:
+    """The bytes of Q4_1.
 
     Raises:
         ValueError: fp16 does not hold a scale or a minimum; what fp32 rounded of it may differ.
     """
-    flat = (q == 0).all(dim=-1) & (scale == 1)
-    scale, low = torch.where(flat, 0, scale), torch.where(flat, -zeros, low)
-    rounding = 2.0**-22 * scale * (8 + zeros.abs())
     exact = torch.equal(scale.half().float(), scale)
     if not exact or bool(((low.half().float() - low).abs() > rounding).any()):
         raise ValueError("a scale or a minimum is none of fp16")
-    return torch.where(flat[..., None], -8, q), scale, low
+    return _bytes(scale), _bytes(low), _pairs(q)
+
+
+def _super_blocks(q: Tensor, scale: Tensor, low: Tensor, rounding: Tensor) -> Tensor:
+    """Blocks of Q4_K, uint8 [N, blocks, 144].
+
+    Raises:
+        ValueError: scales or minima have no units.
+    """
+    scale, low, rounding = (x.unflatten(1, (-1, 8)) for x in (scale, low, rounding))
+    (d, s), (e, m) = six_bits(scale), six_bits(-low, rounding)
+    s, m = s.to(torch.uint8), m.to(torch.uint8)
+    (s, s_rest), (m, m_rest) = s.chunk(2, dim=-1), m.chunk(2, dim=-1)
+    six = (s | s_rest >> 4 << 6, m | m_rest >> 4 << 6, s_rest & 15 | (m_rest & 15) << 4)
+    runs = q.unflatten(1, (-1, 4, 2))
+    runs = (runs[..., 0, :] | runs[..., 1, :] << 4).flatten(2)
+    return torch.cat((_bytes(d).flatten(2), _bytes(e).flatten(2), *six, runs), dim=-1)
 
 
 def _used(scale: Tensor) -> Tensor:

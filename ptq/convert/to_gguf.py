@@ -2,6 +2,7 @@
 
     int4 in groups, symmetric            Q4_0
     int4 in groups with zero points      Q4_1, of floats where fp16 holds their minima
+    int4 in super-blocks                 Q4_K
     int8, groups or channels             Q8_0
     everything else                      BF16 or F16, as the model's type is; vectors F32
 
@@ -43,7 +44,7 @@ from formats.gguf.metadata import (
     tokenizer_metadata,
 )
 from formats.namespace import later
-from formats.scheme import WeightSpec
+from formats.scheme import SUPER_BLOCK, WeightSpec
 from formats.stored.weights import StoredWeight
 from kernels.numerics import dequantize
 from ptq.convert.conversion import Conversion
@@ -271,6 +272,8 @@ def _kind(spec: WeightSpec, columns: int) -> str | None:
         return None
     if (spec.group_size or BLOCK) % BLOCK:
         return None
+    if spec.super_blocks:
+        return None if columns % SUPER_BLOCK else "Q4_K"
     if spec.dtype == "int4":
         return "Q4_0" if spec.symmetric else "Q4_1"
     return "Q8_0" if spec.dtype == "int8" and spec.symmetric else None

@@ -30,6 +30,7 @@ class RTNSpec(MethodSpec):
     """
 
     stage: ClassVar = Stage.ROUND
+    makes_super_blocks: ClassVar = True
     name: Literal["rtn"] = "rtn"
     scale: ScaleSearch = "absmax"
     """How scales of weights are chosen: `absmax` cuts nothing; `mse` minimizes the squared error of

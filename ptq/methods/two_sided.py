@@ -24,7 +24,8 @@ that is known by diagonal blocks is solved block by block of rows. `sweeps` of d
 metric may follow: scales of rows are fitted to the integers (`ptq.methods.common.fitting`), then
 each element goes, given all others, to the value of the grid next to
 q_ij + (G E A)_ij / (G_ii A_jj). A sweep takes N K steps that wait for each other: as long as the
-solution itself on a CPU, far longer on a GPU.
+solution itself on a CPU, far longer on a GPU. Weights of Q4_K, w = s q - m, are solved as W + m,
+and sweeps fit s and then m on their grid (`ptq.methods.common.super_blocks`).
 
 Each factor that does not invert has its damping raised tenfold until it does: a reported event. A
 layer whose cost is not below that of GPTQ with the same A (G = I) keeps GPTQ's result; one whose
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     from calibrate.gradients import FisherFactors
     from formats.stored.weights import StoredWeight
+    from ptq.methods.common.super_blocks import Storable
 with later():
     import torch
 
@@ -63,8 +65,7 @@ with later():
     from formats.stored import weights as storage
     from ptq.methods import gptq
     from ptq.methods.common import feedback as expected
-    from ptq.methods.common import fitting, rounding
-
+    from ptq.methods.common import fitting, rounding, super_blocks
 Damping = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 
 
@@ -84,6 +85,7 @@ class TwoSidedSpec(MethodSpec):
     """
 
     stage: ClassVar = Stage.ROUND
+    makes_super_blocks: ClassVar = True
     name: Literal["two_sided"] = "two_sided"
     scale: ScaleSearch = "output_mse"
     """How scales are chosen before rounding, as of `rtn`, each token's input weighted by its
@@ -178,7 +180,10 @@ class Layer:
     def one_sided(self) -> StoredWeight:
         """By GPTQ, with A in place of H."""
         scale, zeros, side = self.stored.scale, self.stored.zero_point, self.inputs
-        q = gptq.gptq(self.weight, scale, zeros, self.spec, side.factor, side.order, 128)
+        weight, offset = self.weight, zeros
+        if zeros is not None and self.spec.float_zeros:
+            weight, offset = weight + self._each(scale * zeros), None
+        q = gptq.gptq(weight, scale, offset, self.spec, side.factor, side.order, 128)
         return storage.StoredWeight(q, scale, zeros)
 
     def two_sided(self, outputs: Sequence[Side], sweeps: int) -> StoredWeight:
@@ -189,55 +194,93 @@ class Layer:
             sweeps: Of descent afterwards.
         """
         taken = Taken.of(self.inputs.order, outputs, len(self.weight))
-        spec, scale, zeros = self.spec, self.stored.scale, self.stored.zero_point
-        weights = taken.take(self.weight.float())
-        scales = taken.take(rounding.expanded(scale, self.weight, spec), 1.0)
-        if zeros is not None:
-            zeros = taken.take(rounding.expanded(zeros.float(), self.weight, spec))
-        to = feedback.Rounding(feedback.Grid.of(numerics.TYPES[spec.dtype]), scales, zeros)
+        weights, now = taken.take(self.weight.float()), self._start(taken)
         kernels = triton_feedback if weights.is_cuda else feedback
         factors = torch.stack([side.factor for side in outputs])
-        q = kernels.round_all(weights.clone(), to, factors, self.inputs.factor)
+        q = kernels.round_all(weights + now.low, now.to, factors, self.inputs.factor)
         damped = torch.stack([side.damped for side in outputs]) if sweeps else factors
         for _ in range(sweeps):
             if self._fits:
-                scale, to = self._fitted(weights, q, to, taken, damped)
-            values = to.values(q)
-            gradient = self.inputs.damped @ (weights - values) @ damped
-            q = kernels.move_all(gradient, values, to, damped, self.inputs.damped)
-        storage_type = numerics.TYPES[spec.dtype].storage
-        return storage.StoredWeight(taken.back(q).to(storage_type), scale, self.stored.zero_point)
+                now = self._fitted(weights, q, now, taken, damped)
+            values = now.to.values(q)
+            gradient = self.inputs.damped @ (weights + now.low - values) @ damped
+            q = kernels.move_all(gradient, values, now.to, damped, self.inputs.damped)
+        q = taken.back(q) - (super_blocks.MIDDLE if self.spec.super_blocks else 0)
+        storage_type = numerics.TYPES[self.spec.dtype].storage
+        return storage.StoredWeight(q.to(storage_type), now.scale, now.zeros)
+
+    def _each(self, x: Tensor) -> Tensor:
+        """One number of each block for each element."""
+        return rounding.expanded(x.float(), self.weight, self.spec)
+
+    def _start(self, taken: Taken) -> Scaled:
+        """The scales that were chosen for rounding to the nearest."""
+        spec, scale, zeros = self.spec, self.stored.scale, self.stored.zero_point
+        grid, offset = feedback.Grid.of(numerics.TYPES[spec.dtype]), None
+        low = torch.zeros((), device=scale.device)
+        if zeros is not None and spec.super_blocks:
+            low = taken.take(self._each(super_blocks.minima(scale, zeros)))
+            grid = feedback.Grid(0, super_blocks.STEPS)
+        elif zeros is not None:
+            offset = taken.take(self._each(zeros))
+        to = feedback.Rounding(grid, taken.take(self._each(scale), 1.0), offset)
+        return Scaled(to, low, scale, zeros)
 
     @property
     def _fits(self) -> bool:
         """Whether scales are free to be fitted: floats, each of one row."""
         spec = self.spec
-        return spec.block[0] == 1 and spec.scale_type == "float" and not spec.two_level
+        free = spec.super_blocks or not spec.two_level
+        return spec.block[0] == 1 and spec.scale_type == "float" and free
 
     def _fitted(
-        self, weights: Tensor, q: Tensor, to: feedback.Rounding, taken: Taken, damped: Tensor
-    ) -> tuple[Tensor, feedback.Rounding]:
-        """Scales that suit the integers best: as they are stored, and for each element."""
-        width, size, dtype = self.weight.shape[1], self.spec.block[1], self.dtype
-        assert isinstance(dtype, torch.dtype)
-        size = width if size == -1 else size
-        group_of = taken.columns // size
-        first = torch.argsort(group_of, stable=True)[
-            torch.searchsorted(
-                group_of.sort().values, torch.arange(-(-width // size), device=group_of.device)
-            )
-        ]
-        scale = fitting.fit_scales(
-            weights,
-            q if to.zeros is None else q - to.zeros,
-            to.scale[:, first],
-            group_of,
-            damped,
-            self.inputs.damped,
-            lambda s: rounding.storable(s, dtype),
-        )
-        each = scale[:, group_of].contiguous()
-        return taken.rows_back(scale), feedback.Rounding(to.grid, each, to.zeros)
+        self, weights: Tensor, q: Tensor, now: Scaled, taken: Taken, damped: Tensor
+    ) -> Scaled:
+        """Scales that suit the integers best, and then minima."""
+        size, to, spec = self.spec.block[1], now.to, self.spec
+        group_of = taken.columns // (self.weight.shape[1] if size == -1 else size)
+        of_scales, of_minima = self._storable(taken)
+
+        def fit(weights: Tensor, q: Tensor, found: Tensor, storable: Storable) -> Tensor:
+            start, own = taken.take_rows(found, 1.0), self.inputs.damped
+            return fitting.fit_scales(weights, q, start, group_of, damped, own, storable)
+
+        steps = q if to.zeros is None else q - to.zeros
+        scale = fit(weights + now.low, steps, now.scale, of_scales)
+        to = feedback.Rounding(to.grid, scale[:, group_of].contiguous(), to.zeros)
+        scale = taken.rows_back(scale)
+        if now.zeros is None or not spec.super_blocks:
+            return Scaled(to, now.low, scale, now.zeros)
+        least = super_blocks.minima(now.scale, now.zeros)
+        least = fit(weights - to.values(q), -torch.ones_like(q), least, of_minima)
+        stored = super_blocks.with_zeros(scale, taken.rows_back(least))
+        return Scaled(to, least[:, group_of], *stored)
+
+    def _storable(self, taken: Taken) -> tuple[Storable, Storable]:
+        """What rounds scales, and minima, of a group to those that the checkpoint holds."""
+        dtype, zeros = self.dtype, self.stored.zero_point
+        if zeros is None or not self.spec.super_blocks:
+            assert isinstance(dtype, torch.dtype)
+            return (lambda s, _: rounding.storable(s, dtype), lambda m, _: m)
+        d, e = (taken.take_rows(x, 1.0) for x in super_blocks.units(self.stored.scale, zeros))
+        return super_blocks.multiples(d, 1), super_blocks.multiples(e, 0)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Scales of a weight, w = q s or q s - m, as rounding goes by them and as they are stored.
+
+    Attributes:
+        to: What elements are rounded to, in the order of solving.
+        low: m of each element, fp32 [blocks, K, rows]; one zero where there is none.
+        scale: As the checkpoint holds them, one for each of the spec's blocks.
+        zeros: Zero points likewise; None where the type is symmetric.
+    """
+
+    to: feedback.Rounding
+    low: Tensor
+    scale: Tensor
+    zeros: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -263,8 +306,12 @@ class Taken:
 
     def take(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """[N, K] in this order, rows that there are not with a number of their own."""
+        return self.take_rows(x, fill)[:, self.columns].contiguous()
+
+    def take_rows(self, x: Tensor, fill: float) -> Tensor:
+        """[blocks, n, rows] of [N, n], whose rows alone are taken in this order."""
         filled = torch.nn.functional.pad(x, (0, 0, 0, self.rows.numel() - self.height), value=fill)
-        return filled[self.rows][:, :, self.columns].mT.contiguous()
+        return filled[self.rows].mT
 
     def back(self, x: Tensor) -> Tensor:
         """Inverse of `take`."""

@@ -73,7 +73,8 @@ def layer_tensors(checkpoint: FloatModel, work: BlockWork) -> dict[str, dict[str
     found: dict[str, dict[str, Tensor]] = {}
     for module, solved in work.quantized.items():
         bias = work.block.linears[module].bias
-        assert not solved.spec.two_level or two_level(solved.weight.scale) is not None
+        channels = solved.spec.two_level and not solved.spec.super_blocks
+        assert not channels or two_level(solved.weight.scale) is not None
         dtype = checkpoint.dtype(f"{module}.weight")
         stored = weight_tensors(work.scheme_of(module), with_unit(work, module), dtype)
         if bias is not None:

@@ -1,7 +1,8 @@
 """Group sizes that a recipe leaves to its model, settled layer by layer before anything else.
 
 `group_size: auto` becomes the largest groups that divide a layer's inputs, or one scale for each
-output channel (`WeightSpec.fitted`). The recipe that comes of it names them all: its schemes are
+output channel, and what has super-blocks loses them where they do not divide these
+(`WeightSpec.fitted`). The recipe that comes of it names them all: its schemes are
 those of most of their weights, and further entries of `layers` hold the others. That recipe is what
 is checked, solved, written and repeated; the plan says once what its sizes cost.
 
@@ -17,7 +18,16 @@ from dataclasses import dataclass
 import torch
 
 from formats.checkpoint.targets import layer_targets
-from formats.scheme import AUTO, BLOCK, GROUP_SIZES, LayerScheme, Scheme, WeightSpec, either
+from formats.scheme import (
+    AUTO,
+    BLOCK,
+    GROUP_SIZES,
+    SUPER_BLOCK,
+    LayerScheme,
+    Scheme,
+    WeightSpec,
+    either,
+)
 from ptq.plan.modules import ModulePlan
 from ptq.plan.preflight import weight_bytes
 from ptq.recipe.schema import LayersSpec, Recipe
@@ -80,7 +90,8 @@ def _scheme_of(recipe: Recipe, owner: Owner) -> LayerScheme:
 
 
 def _is_open(scheme: LayerScheme) -> bool:
-    return scheme.weights is not None and scheme.weights.group_size == AUTO
+    weights = scheme.weights
+    return weights is not None and (weights.group_size == AUTO or weights.super_blocks)
 
 
 def _with_layers(recipe: Recipe, members: Members) -> Recipe:
@@ -126,19 +137,27 @@ def _sizes(recipe: Recipe, members: Members, dtype: torch.dtype) -> Iterator[str
             for module in layers
         )
         yield (
-            f"{_kind(scheme.weights)} in {len(layers)} of {count} layers, whose "
+            f"{_kind(widest.weights, scheme.weights)} in {len(layers)} of {count} layers, whose "
             f"{either(inputs)} inputs {_refused(widest.weights, scheme.weights)}: "
-            f"{size_text(abs(more))} {'more' if more > 0 else 'less'} than in groups of "
-            f"{widest.weights.block[1]}"
+            f"{size_text(abs(more))} {'more' if more > 0 else 'less'} than in "
+            f"{_largest(widest.weights)}"
         )
 
 
-def _kind(spec: WeightSpec) -> str:
+def _kind(widest: WeightSpec, spec: WeightSpec) -> str:
     """What a layer has in place of the largest groups."""
     if spec.group_size is None:
         return "a scale for each output channel"
     name = f" ({spec.format_name})" if spec.format_name else ""
-    return f"groups of {spec.group_size}{name}"
+    zeros = " with integer zero points" if widest.super_blocks else ""
+    return f"groups of {spec.group_size}{name}{zeros}"
+
+
+def _largest(widest: WeightSpec) -> str:
+    """What most layers have."""
+    if widest.super_blocks:
+        return f"super-blocks of {SUPER_BLOCK}"
+    return f"groups of {widest.block[1]}"
 
 
 def _refused(widest: WeightSpec, spec: WeightSpec) -> str:
@@ -146,7 +165,7 @@ def _refused(widest: WeightSpec, spec: WeightSpec) -> str:
     if spec.group_size is None:
         sizes = either(GROUP_SIZES[widest.dtype])
         return f"are no whole groups of {sizes}, the only ones that all readers take"
-    return f"{widest.block[1]} does not divide"
+    return f"{SUPER_BLOCK if widest.super_blocks else widest.block[1]} does not divide"
 
 
 def _edges(members: Members) -> Iterator[str]:

@@ -122,11 +122,11 @@ def _check_divisible(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[
             key = key if entry is None else ("layers", entry, *key)
             yield from _check_groups(key, scheme.weights, members)
             yield from _check_words(key, scheme.weights, members)
-            if scheme.weights.float_zeros:
+            if scheme.weights.float_zeros and not scheme.weights.super_blocks:
                 yield (
                     (*key, "zero_points"),
                     "float zero points are those of .gguf files, and methods solve integer ones; "
-                    "set zero_points: integer",
+                    "set zero_points: integer, or two_level: true for those of Q4_K",
                 )
 
 

@@ -317,7 +317,9 @@ def weight_bytes(scheme: LayerScheme, shape: tuple[int, int], dtype: torch.dtype
     if spec.scale_type != "float":
         return math.prod(shape) * spec.bits // 8 + scales + 4 * (spec.scale_type == "e4m3")
     packed = storage_format(scheme) == "pack-quantized"
-    total = math.prod(shape) * spec.bits // 8 + scales * (dtype.itemsize if packed else 4)
+    total = math.prod(shape) * spec.bits // 8 + scales * (
+        dtype.itemsize if packed and not spec.super_blocks else 4
+    )
     total += 16 if packed else 0  # its shape
     total += 0 if spec.symmetric else scales * (32 if spec.float_zeros else spec.bits) // 8
     return total + (4 if scheme.static_input else 0)

@@ -46,7 +46,7 @@ def fit_scales(
     group_of: Tensor,
     rows: Tensor,
     columns: Tensor,
-    storable: Callable[[Tensor], Tensor],
+    storable: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
     """Scales of least cost for given integers.
 
@@ -57,7 +57,8 @@ def fit_scales(
         group_of: Group of each column, int64 [K].
         rows: G, fp32 [blocks, N, N], damped.
         columns: A, fp32 [K, K], damped.
-        storable: Rounds scales to what the checkpoint holds.
+        storable: Rounds scales [blocks, N] of a group, given by its index, to what the checkpoint
+            holds.
 
     Returns:
         fp32 [blocks, groups, N].
@@ -77,7 +78,7 @@ def fit_scales(
             continue
         change = torch.cholesky_solve(right.double()[..., None], lower)[..., 0].float()
         old = found[:, group]
-        new = storable(torch.minimum(torch.maximum(old + change, old / MOST), old * MOST))
+        new = storable(torch.minimum(torch.maximum(old + change, old / MOST), old * MOST), group)
         found[:, group] = new
         errors[:, own] -= part * (new - old)[:, None]
     return found

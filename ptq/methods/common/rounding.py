@@ -17,12 +17,13 @@ step between these unused.
 Scales of two levels, s = unit m with an integer m from 1 to 16 for each group of a channel, are
 rounded to the nearest multiple of the least unit that reaches the largest of a channel. A search
 finds scales without levels first; of a few such units, and of the multiples about each scale, it
-takes those of least error.
+takes those of least error. Those of Q4_K, which have minima too: `ptq.methods.common.super_blocks`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ from kernels.numerics import (
     round_to,
 )
 from kernels.two_level import LARGEST, choose_unit, larger_unit, nearest_multiples
+from ptq.methods.common import super_blocks
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.spec import MOMENTS, ScaleSearch
 
@@ -106,6 +108,9 @@ def choose_qparams(
     moments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each block of a weight; arguments as of `round_weight`."""
+    if spec.super_blocks:
+        by_group = partial(_errors, weight, spec=spec, search=search, moments=moments)
+        return super_blocks.choose(weight, None if search == "absmax" else by_group)
     if spec.two_level:
         return _two_levels(weight, spec, dtype, search, moments), None
     candidates = _candidates(weight, spec, dtype)
@@ -284,7 +289,7 @@ def _in_one_pass(weight: Tensor, spec: WeightSpec) -> bool:
     """Whether a GPU has a kernel for errors of a weight's blocks."""
     columns = weight.shape[1]
     size = columns if spec.block[1] == -1 else spec.block[1]
-    return kernels.takes(TYPES[spec.dtype], size, columns)
+    return not spec.float_zeros and kernels.takes(TYPES[spec.dtype], size, columns)
 
 
 def expanded(scale: Tensor, weight: Tensor, spec: WeightSpec) -> Tensor:

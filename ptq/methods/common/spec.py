@@ -98,6 +98,7 @@ class MethodSpec(Strict):
     Attributes:
         stage: Its place in a recipe's list.
         fits_cache_alone: Whether it is of use where nothing but the cache is quantized.
+        makes_super_blocks: Whether weights that it rounds may be those of Q4_K.
         needs_declaration: Whether it must know what each layer is, as a declared family tells.
         unmovable: Why adapters of the original model cannot follow what it does; None where they
             can, by the factors that it gives `BlockWork.divide`.
@@ -106,6 +107,7 @@ class MethodSpec(Strict):
     name: str
     stage: ClassVar[Stage]
     fits_cache_alone: ClassVar[bool] = False
+    makes_super_blocks: ClassVar[bool] = False
     needs_declaration: ClassVar[bool] = False
     unmovable: ClassVar[str | None] = None
 

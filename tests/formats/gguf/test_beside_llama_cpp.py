@@ -32,8 +32,9 @@ SPECS = {
     "Q8_0": {"dtype": "int8"},
     "Q4_0": {"dtype": "int4"},
     "Q4_1": {"dtype": "int4", "symmetric": False},
+    "Q4_K": {"dtype": "int4", "symmetric": False, "zero_points": "float", "two_level": True},
 }
-FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7}  # llama_ftype
+FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14}  # llama_ftype
 FLOATS, INPUTS = 1e-4, 0.01  # nats: KL beside floats, and beside inputs in int8
 TOKENS, BLOCKS = 128, 2
 PIECES = """def  return lambda x: import\tnumpy 0 17 3.5e-7 == \n \n\n    # it's we'll don't "a" \r\n
@@ -104,7 +105,7 @@ def ours(kind: str, model: Path, plain: Path, folder: Path) -> Path:
 def theirs(kind: str, model: Path, plain: Path, folder: Path) -> Path:
     """Quantized by llama.cpp."""
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = FILE_TYPES[kind]
+    params.ftype, params.pure = FILE_TYPES[kind], kind == "Q4_K"  # which is mixed with Q5_K
     names = (str(path).encode() for path in (plain, folder / "m.gguf"))
     assert llama_cpp.llama_model_quantize(*names, ctypes.byref(params)) == 0
     return folder / "m.gguf"

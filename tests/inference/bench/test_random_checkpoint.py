@@ -108,7 +108,7 @@ def test_prompts_in_chunks_with_a_quantized_head(tmp_path):
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("scheme", ["a8w4", "a8w8_dynamic", "a8w4_two_level"])
+@pytest.mark.parametrize("scheme", ["a8w4", "a8w8_dynamic", "a8w4_two_level", "w4_q4_k"])
 def test_weights_are_gaussian_and_rounded_to_nearest(tmp_path, scheme):
     shape = shape_folder(tmp_path / "s")
     plain = Checkpoint.open(random_checkpoint(tmp_path, shape, "float"))
@@ -117,7 +117,7 @@ def test_weights_are_gaussian_and_rounded_to_nearest(tmp_path, scheme):
         weight, stored = plain.tensor(f"{module}.weight").float(), quantized.weight(module)
         assert weight.std().item() == pytest.approx(0.02, rel=0.02)
         block = quantized.scheme.weights.block  # pyright: ignore[reportOptionalMemberAccess]
-        error = (dequantize(stored.q, stored.scale, block=block) - weight).abs()
+        error = (dequantize(stored.q, stored.scale, stored.zero_point, block) - weight).abs()
         step = stored.scale.repeat_interleave(weight.shape[1] // stored.scale.shape[1], 1)
         assert bool((error <= step * 0.51 + 1e-6).float().mean() > 0.98)  # int4 cuts the largest
         assert scheme != "a8w4_two_level" or two_level(stored.scale) is not None

@@ -47,9 +47,9 @@ def test_it_comes_near_what_the_layers_of_a_block_cost(tiny_llama, tmp_path, sch
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text)
 def test_without_feedback_it_is_the_cost_of_independent_errors(spec):
-    weight = torch.randn(72, 128, generator=torch.Generator().manual_seed(0))
-    rows, columns = torch.rand(72) / 72, torch.rand(128)
-    feedback = Feedback(rows, columns, "absmax", torch.eye(128))
+    weight = torch.randn(72, 256, generator=torch.Generator().manual_seed(0))
+    rows, columns = torch.rand(72) / 72, torch.rand(256)
+    feedback = Feedback(rows, columns, "absmax", torch.eye(256))
     found = feedback.kl(weight, spec, torch.float32).item()
     stored = round_weight(weight, spec, torch.float32)
     error = weight - dequantize(stored.q, stored.scale, stored.zero_point, spec.block)

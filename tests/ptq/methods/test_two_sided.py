@@ -18,10 +18,13 @@ from tests.ptq.quantizing import make_plan, observed_work, with_gradients
 from tests.tiny_families import DEEPSEEK
 
 W4 = WeightSpec(dtype="int4", granularity="group", group_size=32)
+Q4_K = PRESETS["w4_q4_k"].weights
+assert Q4_K is not None
 SPECS = (
     W4,
     W4.model_copy(update={"symmetric": False}),
     W4.model_copy(update={"two_level": True}),
+    Q4_K,
     WeightSpec(dtype="int4"),
     WeightSpec(),
     WeightSpec(dtype="fp8_e4m3"),
@@ -40,9 +43,10 @@ def matrix(size: int, seed: int) -> torch.Tensor:
 
 
 def problem(spec: WeightSpec, blocks: int = 1) -> tuple[Layer, FisherFactors, list[Side]]:
-    """A layer of 72 outputs and 128 inputs, and its factors: G whole, or in blocks of 40."""
-    weight = torch.randn(72, 128, generator=torch.Generator().manual_seed(0))
-    inputs, outputs = matrix(128, 1), matrix(72, 2)
+    """A layer of 72 outputs and its factors: G whole, or in blocks of 40."""
+    columns = 256 if spec.super_blocks else 128
+    weight = torch.randn(72, columns, generator=torch.Generator().manual_seed(0))
+    inputs, outputs = matrix(columns, 1), matrix(72, 2)
     outputs /= outputs.trace()
     if blocks == 2:
         padded = torch.nn.functional.pad(outputs, (0, 8, 0, 8))
@@ -97,7 +101,7 @@ def test_fitted_scales_are_those_of_least_cost():
 
     found = scale
     for _ in range(200):
-        found = fit_scales(weight, q, found, group_of, rows, columns, lambda s: s)
+        found = fit_scales(weight, q, found, group_of, rows, columns, lambda s, _: s)
     wanted = found.clone().requires_grad_()
     (slope,) = torch.autograd.grad(cost(wanted), wanted)
     assert cost(found) < cost(scale)
