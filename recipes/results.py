@@ -96,9 +96,6 @@ def filled(
     """The page with the table of each model below its line `<!-- KIND: MODEL -->`.
 
     Args:
-        page: In Markdown.
-        title: The same in a message.
-        models: Those that have one.
         table: Gives a model's, in Markdown.
 
     Raises:

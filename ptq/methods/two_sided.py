@@ -66,6 +66,7 @@ with later():
     from ptq.methods import gptq
     from ptq.methods.common import feedback as expected
     from ptq.methods.common import fitting, rounding, super_blocks
+
 Damping = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 
 
