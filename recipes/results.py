@@ -95,9 +95,6 @@ def filled(
 ) -> str:
     """The page with the table of each model below its line `<!-- KIND: MODEL -->`.
 
-    Args:
-        table: Gives a model's, in Markdown.
-
     Raises:
         RecipeError: a model has no place in the page.
     """
