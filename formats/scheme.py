@@ -155,6 +155,20 @@ class WeightSpec(Strict):
         return self.zero_points == "float"
 
     @property
+    def marks(self) -> Iterator[str]:
+        """What its part of a scheme's short name leaves open."""
+        if self.super_blocks:
+            yield "q4_k"
+            return
+        usual = (1, BLOCK if self.dtype == "int4" else -1)
+        if self.block != usual and self.format_name is None:
+            yield f"g{self.block[1]}" if self.group_size else self.granularity
+        if not self.symmetric:
+            yield "float_zeros" if self.float_zeros else "asymmetric"
+        if self.two_level:
+            yield "two_level"
+
+    @property
     def super_blocks(self) -> bool:
         """Whether weights are those of Q4_K; see `two_level`."""
         return self.two_level and self.float_zeros
@@ -374,13 +388,7 @@ class Scheme(LayerScheme):
         """
         weights, inputs = self.weights, self.activations
         if weights is not None:
-            usual = (1, BLOCK if weights.dtype == "int4" else -1)
-            if weights.block != usual and weights.format_name is None:
-                yield f"g{weights.block[1]}" if weights.group_size else weights.granularity
-            if not weights.symmetric:
-                yield "float_zeros" if weights.float_zeros else "asymmetric"
-            if weights.two_level:
-                yield "two_level"
+            yield from weights.marks
             if weights.dtype == "int8" and inputs is not None and inputs.dynamic:
                 yield "dynamic"
         if self.kv_cache is not None:

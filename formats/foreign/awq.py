@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.errors import CheckpointError
-from formats.foreign.gptq import AGAIN, refuse_activations
+from formats.foreign.gptq import AGAIN, refuse_others
 from formats.foreign.layout import (
     RUN_SIZES,
     Layout,
@@ -73,15 +72,8 @@ def awq_values(group_size: int) -> Layout:
 
 
 def refuse_awq(scheme: Scheme) -> None:
-    """Refuse a scheme that AWQ cannot express.
-
-    Raises:
-        CheckpointError: weights are not int4, or activations are quantized.
-    """
-    if scheme.weights is None or scheme.weights.dtype != "int4":
-        found = scheme.weights.text if scheme.weights else "no quantized weights"
-        raise CheckpointError(f"found {found}; AWQ holds int4 weights, per channel or in groups")
-    refuse_activations(scheme, "AWQ")
+    """Refuse a scheme that AWQ cannot express; raises as `refuse_others`."""
+    refuse_others(scheme, "AWQ", "int4")
 
 
 def pack_awq(weight: StoredWeight, group_size: int) -> dict[str, Tensor]:

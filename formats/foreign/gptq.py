@@ -242,25 +242,23 @@ def _with_g_idx(tensors: Mapping[str, Tensor], bits: int, group_size: int) -> di
 
 
 def refuse_gptq(scheme: Scheme) -> None:
-    """Refuse a scheme that GPTQ cannot express.
+    """Refuse a scheme that GPTQ cannot express; raises as `refuse_others`."""
+    refuse_others(scheme, "GPTQ", "int4", "int8")
+
+
+def refuse_others(scheme: Scheme, target: str, *kinds: str) -> None:
+    """Refuse what is no weight-only scheme of some integers.
 
     Raises:
-        CheckpointError: weights are not int4 or int8, or activations are quantized.
+        CheckpointError: weights are of another type, or have float zero points, or activations are
+            quantized.
     """
-    if scheme.weights is None or scheme.weights.dtype not in ("int4", "int8"):
-        found = scheme.weights.text if scheme.weights else "no quantized weights"
+    weights = scheme.weights
+    if weights is None or weights.dtype not in kinds or weights.float_zeros:
         raise CheckpointError(
-            f"found {found}; GPTQ holds int4 and int8 weights, per channel or in groups"
+            f"found {weights.text if weights else 'no quantized weights'}; {target} holds "
+            f"{' and '.join(kinds)} weights, per channel or in groups, with integer zero points"
         )
-    refuse_activations(scheme, "GPTQ")
-
-
-def refuse_activations(scheme: Scheme, target: str) -> None:
-    """Refuse a scheme that quantizes activations.
-
-    Raises:
-        CheckpointError: it does.
-    """
     if scheme.activations is not None:
         raise CheckpointError(
             f"found {scheme.activations.text}; {target} holds weight-only schemes, and whoever "

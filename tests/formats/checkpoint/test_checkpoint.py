@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +21,25 @@ from kernels.numerics import TYPES, dequantize, expand_scale, fake_quantize_acti
 from tests.conftest import write_quantized
 
 
+@pytest.fixture
+def model_for(tiny_llama, make_model):
+    """A model whose layers a preset fits."""
+
+    def model(preset: str) -> Path:
+        weights = PRESETS[preset].weights
+        if weights is None or not weights.super_blocks:
+            return tiny_llama
+        return make_model("llama", hidden_size=256, num_attention_heads=8)
+
+    return model
+
+
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 @pytest.mark.parametrize("shard_bytes", [2 << 30, 40_000])
-def test_round_trip(tiny_llama, tmp_path, preset, shard_bytes):
-    out = write_quantized(tiny_llama, tmp_path / "out", preset, shard_bytes=shard_bytes)
-    source, written = Checkpoint.open(tiny_llama), Checkpoint.open(out, verify=True)
+def test_round_trip(model_for, tmp_path, preset, shard_bytes):
+    model = model_for(preset)
+    out = write_quantized(model, tmp_path / "out", preset, shard_bytes=shard_bytes)
+    source, written = Checkpoint.open(model), Checkpoint.open(out, verify=True)
     assert written.scheme == PRESETS[preset]
     assert written.config == source.config
     expected = 14 if PRESETS[preset].weights else 0
@@ -55,12 +70,12 @@ def test_round_trip(tiny_llama, tmp_path, preset, shard_bytes):
     shards = list(out.glob("*.safetensors"))
     assert (len(shards) > 3) == (shard_bytes == 40_000)
     assert not list(tmp_path.glob(".*"))
-    assert (out / "tokenizer.json").read_bytes() == (tiny_llama / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize("preset", sorted(name for name, own in PRESETS.items() if own.weights))
-def test_weights_read_as_one_are_those_read_one_by_one(tiny_llama, tmp_path, preset):
-    out = write_quantized(tiny_llama, tmp_path / "out", preset, shard_bytes=40_000)
+def test_weights_read_as_one_are_those_read_one_by_one(model_for, tmp_path, preset):
+    out = write_quantized(model_for(preset), tmp_path / "out", preset, shard_bytes=40_000)
     checkpoint = Checkpoint.open(out)
     modules = [f"model.layers.{i}.self_attn.{leaf}_proj" for i in (1, 0) for leaf in "vkq"]
     files = {checkpoint._file(name).path for name in checkpoint.names() if modules[0] in name}
