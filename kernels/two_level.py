@@ -142,34 +142,3 @@ def six_bit_values(values: Tensor, unit: Tensor, least: int) -> Tensor:
     """The multiples of a unit, `least` to 63 times, that are next to values; 0 where it is 0."""
     multiple = torch.round(values / torch.where(unit == 0, 1, unit))
     return multiple.clamp(least, MOST_OF_SIX_BITS) * unit
-
-
-def six_bits(values: Tensor, tolerance: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-    """The unit and the multiples that the scales or the minima of super-blocks are made of.
-
-    Args:
-        values: fp32 or fp64 [..., 8].
-        tolerance: How far a product may be from its value.
-
-    Returns:
-        (unit of values that fp16 has [..., 1], multiples from 0 to 63 [..., 8]), both in the type
-        of `values`: of all such units those with the largest multiples.
-
-    Raises:
-        ValueError: a super-block has no such unit.
-    """
-    top = values.gather(-1, values.abs().argmax(dim=-1, keepdim=True))
-    unit, multiple, missing = torch.zeros_like(top), torch.zeros_like(values), top != 0
-    for most in range(MOST_OF_SIX_BITS, 0, -1):
-        if not bool(missing.any()):
-            break
-        one = (top / most).half().to(values.dtype)
-        times = torch.round(values / torch.where(one == 0, 1, one))
-        exact = (times >= 0) & (times <= MOST_OF_SIX_BITS)
-        exact &= (times * one - values).abs() <= tolerance
-        found = exact.all(dim=-1, keepdim=True) & missing
-        unit, multiple = torch.where(found, one, unit), torch.where(found, times, multiple)
-        missing &= ~found
-    if bool(missing.any()):
-        raise ValueError("scales or minima are no multiples of 6 bits of an fp16 unit")
-    return unit, multiple

@@ -18,7 +18,7 @@ Blocks of Q4_K and Q5_K have 8 groups of 32 weights, each with s and m of 6 bits
 holds two groups, one in the low four bits; bit g of byte i is the fifth of weight i of group g.
 What has a minimum has fp32 zero points here: d q + m = (q - z) d with z = -m / d, exact but for
 the rounding of fp32. Q4_K goes back into a file by the units that its scales and minima are
-multiples of (`kernels.two_level.six_bits`).
+multiples of (`six_bits`).
 
 A block of Q6_K has 16 groups of 16 weights, and is two halves of 64 and of 32 bytes: weight
 32 r + i of a half has its low four bits in byte i + 32 (r mod 2), of r > 1 the high ones there, and
@@ -37,9 +37,9 @@ from torch import Tensor
 from formats.foreign.layout import without_signs
 from formats.scheme import FINE, PRESETS, LayerScheme, WeightSpec
 from formats.stored.weights import StoredWeight
-from kernels.two_level import six_bits
 
 BLOCK = 32
+MOST = 63  # of six bits
 BYTES = {"Q8_0": 34, "Q4_0": 18, "Q5_0": 22, "IQ4_NL": 18, "Q4_1": 20}  # of a block
 BYTES |= {"Q5_1": 24, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 INT4_KINDS = {"Q4_0", "Q4_1", "Q4_K"}
@@ -291,3 +291,34 @@ def _pairs(q: Tensor) -> Tensor:
     """The inverse, for q from 0 to 15."""
     q = q.to(torch.uint8)
     return q[..., : BLOCK // 2] | q[..., BLOCK // 2 :] << 4
+
+
+def six_bits(values: Tensor, tolerance: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+    """The unit and the multiples that the scales or the minima of super-blocks are made of.
+
+    Args:
+        values: fp32 or fp64 [..., 8].
+        tolerance: How far a product may be from its value.
+
+    Returns:
+        (unit of values that fp16 has [..., 1], multiples from 0 to 63 [..., 8]), both in the type
+        of `values`: of all such units those with the largest multiples.
+
+    Raises:
+        ValueError: a super-block has no such unit.
+    """
+    top = values.gather(-1, values.abs().argmax(dim=-1, keepdim=True))
+    unit, multiple, missing = torch.zeros_like(top), torch.zeros_like(values), top != 0
+    for most in range(MOST, 0, -1):
+        if not bool(missing.any()):
+            break
+        one = (top / most).half().to(values.dtype)
+        times = torch.round(values / torch.where(one == 0, 1, one))
+        exact = (times >= 0) & (times <= MOST)
+        exact &= (times * one - values).abs() <= tolerance
+        found = exact.all(dim=-1, keepdim=True) & missing
+        unit, multiple = torch.where(found, one, unit), torch.where(found, times, multiple)
+        missing &= ~found
+    if bool(missing.any()):
+        raise ValueError("scales or minima are no multiples of 6 bits of an fp16 unit")
+    return unit, multiple

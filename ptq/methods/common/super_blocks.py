@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from formats.gguf.blocks import six_bits
 from formats.scheme import SUPER_BLOCK
-from kernels.two_level import LEAST_HALF, six_bit_unit, six_bit_values, six_bits
+from kernels.two_level import LEAST_HALF, six_bit_unit, six_bit_values
 
 SIZE = 32
 GROUPS = SUPER_BLOCK // SIZE
