@@ -9,9 +9,6 @@ the sum scaled once (progressive group quantization: Lin et al. 2024, QServe):
 and q in [-8, 7] makes q m in [-128, 112] an int8. Such scales are stored as ordinary ones; that
 they have two levels can be seen in the scales alone. A unit that is chosen here has 4 significant
 bits, so that a scale has at most 8 and is exact in bf16.
-
-Q4_K of ggml has another kind: groups of 32 weights with w = s q - m, q from 0 to 15, and the s and
-the m of 8 groups, a super-block, whole multiples of 6 bits of one fp16 unit each.
 """
 
 from __future__ import annotations
@@ -23,8 +20,6 @@ from kernels.numerics import divide
 
 BITS = 4  # of a chosen unit
 LARGEST = 16  # of the multiples: -8 * 16 is the smallest int8
-MOST_OF_SIX_BITS = 63
-LEAST_HALF = 2.0**-24  # of fp16, above zero
 _ROWS = 4096  # looked at first: they settle it for most ordinary scales
 
 
@@ -124,21 +119,3 @@ def _common_divisor(whole: Tensor) -> Tensor:
         pairs = torch.gcd(whole[:, :half], whole[:, half : 2 * half])
         whole = torch.cat((pairs, whole[:, 2 * half :]), dim=1)
     return whole
-
-
-def six_bit_unit(values: Tensor, least: float = 0.0) -> Tensor:
-    """The fp16 value next to a 63rd of the largest of each super-block: fp32 [..., 1].
-
-    Args:
-        values: [..., 8], not negative.
-        least: Of the unit.
-    """
-    most = torch.finfo(torch.float16).max
-    unit = divide(values.amax(dim=-1, keepdim=True), MOST_OF_SIX_BITS).half().float()
-    return unit.clamp(min=least, max=most)
-
-
-def six_bit_values(values: Tensor, unit: Tensor, least: int) -> Tensor:
-    """The multiples of a unit, `least` to 63 times, that are next to values; 0 where it is 0."""
-    multiple = torch.round(values / torch.where(unit == 0, 1, unit))
-    return multiple.clamp(least, MOST_OF_SIX_BITS) * unit

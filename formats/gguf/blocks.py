@@ -228,8 +228,13 @@ def _with_flat(q: Tensor, scale: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor,
     """
     flat = (q == 0).all(dim=-1) & (scale == 1)
     scale, low = torch.where(flat, 0, scale), torch.where(flat, -zeros, scale * (-8 - zeros))
-    rounding = 2.0**-22 * scale * (8 + zeros.abs())
-    return torch.where(flat[..., None], 0, q + 8).to(torch.uint8), scale, low, rounding
+    q = torch.where(flat[..., None], 0, q + 8).to(torch.uint8)
+    return q, scale, low, fp32_rounding(scale, zeros)
+
+
+def fp32_rounding(scale: Tensor, zeros: Tensor) -> Tensor:
+    """How far a minimum may be from the one that a float zero point was made of."""
+    return 2.0**-22 * scale * (8 + zeros.abs())
 
 
 def _in_fp16(q: Tensor, scale: Tensor, low: Tensor, rounding: Tensor) -> tuple[Tensor, ...]:

@@ -179,25 +179,33 @@ class SmoothK(Method):
         alphas = self.spec.alphas if self.spec.alpha == "search" else (self.spec.alpha,)
         exact = any(not _takes_any_factor(work, name) for name in (k, q))
         runs = replay.Replay(work.block, (), work.feed_forward_norm)
-        reference, power = [], _Power(work, q, absmax)
-        with power.watching():
-            for sample in work.samples(self.spec.search_samples):
-                reference.append(runs.run(sample, power.observe))
-        spec = work.scheme.kv_cache
-        basis = power.basis() if spec is not None and spec.rotate_keys else absmax
+        reference, basis = self._reference(work, runs, q, absmax)
         if len(work.module(k).get_parameter("weight")) == work.head_dim:  # all heads have one norm
             basis = basis.amax(dim=0, keepdim=True).expand_as(basis)
         factors: dict[float | None, Tensor] = {None: torch.ones_like(absmax).double()}
         factors |= {alpha: key_factors(basis, alpha, work.pairs, exact=exact) for alpha in alphas}
-        size = math.fsum(work.loss(y, torch.zeros_like(y)) for y in reference)
+        power = math.fsum(work.loss(y, torch.zeros_like(y)) for y in reference)
         errors: dict[float | None, float] = {}
         if reference:
             errors = {a: _error(work, runs, absmax, f, reference) for a, f in factors.items()}
             choice = best_of(errors, factors)
         else:
-            choice = Choice((alphas[0],), factors[alphas[0]], error=None)
-        work.tell(smoothing_row(self.spec.name, (k, (q,)), choice, errors, size))
+            alpha = alphas[0] if bool((basis > 0).any()) else None  # no sample has shown queries
+            choice = Choice((alpha,), factors[alpha], error=None)
+        work.tell(smoothing_row(self.spec.name, (k, (q,)), choice, errors, power))
         self.factors = None if choice.alphas == (None,) else choice.scale
+
+    def _reference(
+        self, work: BlockWork, runs: Replay, q: str, absmax: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """What samples give with K as it is, and what a strength of 1 takes for factors."""
+        samples, spec = work.samples(self.spec.search_samples), work.scheme.kv_cache
+        if spec is None or not spec.rotate_keys:
+            return [runs.run(sample, lambda k, v: (k, v)) for sample in samples], absmax
+        power = _Power(work, q, absmax)
+        with power.watching():
+            reference = [runs.run(sample, power.observe) for sample in samples]
+        return reference, power.basis()
 
     def found(self) -> dict[str, Tensor]:
         """Factors that K is divided by [kv heads, D] fp64, by the name of what makes it."""

@@ -38,7 +38,7 @@ def emit_rest(
     blocks: tuple[str, ...],
     without: Collection[str] = (),
 ) -> None:
-    """Copy every tensor that belongs to no decoder block, bit for bit, but for those of names."""
+    """Copy all tensors that belong to no decoder block, bit for bit, but for those in `without`."""
     of_blocks = tuple(f"{block}." for block in blocks)
     for name in checkpoint.names():
         if name not in without and not name.startswith(of_blocks):

@@ -24,7 +24,7 @@ from ptq.pipeline.measure import measure, module_rows
 from ptq.pipeline.resume import BlockRecord, SolvedBlock
 from ptq.plan.plan import Plan
 
-SEARCHED = 8  # bits from which on absmax suffices
+ABSMAX_BITS = 8  # from which on scales need no search
 
 
 def solve_predicting(
@@ -52,7 +52,7 @@ def solve_predicting(
         weights = {name: weight.to(device).float() for name, weight in read}
         work = _work(plan, model, group, weights, device)
         spec = work.weight_spec(names[0])
-        work.quantized = round_to_nearest(work, "mse" if spec.bits < SEARCHED else "absmax")
+        work.quantized = round_to_nearest(work, "mse" if spec.bits < ABSMAX_BITS else "absmax")
         rows = module_rows(work, {}, measure(work, work.quantized))
         layers = layer_tensors(model, work).items()
         tensors = {f"{n}.{leaf}": tensor for n, own in layers for leaf, tensor in own.items()}

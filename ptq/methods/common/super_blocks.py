@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from formats.gguf.blocks import six_bits
+from formats.gguf.blocks import MOST, fp32_rounding, six_bits
 from formats.scheme import SUPER_BLOCK
-from kernels.two_level import LEAST_HALF, six_bit_unit, six_bit_values
+from kernels.numerics import divide
 
 SIZE = 32
 GROUPS = SUPER_BLOCK // SIZE
 STEPS = 15  # from the smallest weight of a group to its largest
 MIDDLE = 8  # of q, which is stored as int4 from -8 to 7
 SHARES = (1.0, 0.9375, 0.875, 0.8125, 0.75, 0.6875, 0.625, 0.5625, 0.5)
+LEAST_UNIT = 2.0**-24  # of fp16, above zero
 OFFSETS = (0, -1, 1, -2, 2, -3, 3)
 Pair = tuple[Tensor, Tensor]
 Errors = Callable[[Tensor, Tensor], Tensor]
@@ -70,7 +71,7 @@ def minima(scale: Tensor, zeros: Tensor) -> Tensor:
 def units(scale: Tensor, zeros: Tensor) -> Pair:
     """d and e of each group, fp32 [out, groups], found from scales and zero points."""
     low = minima(scale, zeros)
-    rounding = 2.0**-22 * scale * (MIDDLE + zeros.abs())
+    rounding = fp32_rounding(scale, zeros)
     scale, low, rounding = (x.unflatten(1, (-1, GROUPS)) for x in (scale, low, rounding))
     d, e = six_bits(scale)[0], six_bits(low, rounding)[0]
     return d.expand_as(scale).flatten(1), e.expand_as(scale).flatten(1)
@@ -78,7 +79,7 @@ def units(scale: Tensor, zeros: Tensor) -> Pair:
 
 def multiples(unit: Tensor, least: int) -> Storable:
     """What rounds values [blocks, N] of a group to multiples of units [blocks, groups, N]."""
-    return lambda values, group: six_bit_values(values, unit[:, group], least)
+    return lambda values, group: _nearest(values, unit[:, group], least)
 
 
 def _best(candidates: Iterable[Pair], errors: Errors | None) -> Pair:
@@ -101,14 +102,26 @@ def _in_range(low: Tensor, high: Tensor) -> Iterator[Pair]:
     for below in SHARES:
         for above in SHARES:
             minimum = low * below
-            yield ((high * above + minimum) / STEPS).clamp(min=LEAST_HALF), minimum
+            yield ((high * above + minimum) / STEPS).clamp(min=LEAST_UNIT), minimum
 
 
 def _on_grid(scale: Tensor, minimum: Tensor) -> Iterator[Pair]:
     """Multiples of six bits about scales and minima, the nearest first."""
     scale, minimum = (x.unflatten(1, (-1, GROUPS)) for x in (scale, minimum))
-    d, e = six_bit_unit(scale, least=LEAST_HALF), six_bit_unit(minimum)
+    d, e = _unit(scale, least=LEAST_UNIT), _unit(minimum)
     for step in OFFSETS:
         for move in OFFSETS:
-            s, m = six_bit_values(scale + step * d, d, 1), six_bit_values(minimum + move * e, e, 0)
+            s, m = _nearest(scale + step * d, d, 1), _nearest(minimum + move * e, e, 0)
             yield s.flatten(1), m.flatten(1)
+
+
+def _unit(values: Tensor, least: float = 0.0) -> Tensor:
+    """The fp16 value next to a 63rd of the largest of values [..., 8], from `least` on [..., 1]."""
+    unit = divide(values.amax(dim=-1, keepdim=True), MOST).half().float()
+    return unit.clamp(min=least, max=torch.finfo(torch.float16).max)
+
+
+def _nearest(values: Tensor, unit: Tensor, least: int) -> Tensor:
+    """The multiples of a unit, `least` to 63 times, that are next to values; 0 where it is 0."""
+    multiple = torch.round(values / torch.where(unit == 0, 1, unit))
+    return multiple.clamp(least, MOST) * unit

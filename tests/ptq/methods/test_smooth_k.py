@@ -172,6 +172,17 @@ def test_turned_keys_get_factors_by_power(make_model, tmp_path, family):
     assert wanted.max() / wanted.min() >= 4
 
 
+def test_turned_keys_are_left_alone_where_no_sample_shows_queries(tiny_llama, tmp_path):
+    plan = make_plan(tiny_llama, tmp_path, PRESETS["c4"], methods=(SmoothKSpec(),))
+    work = observed_work(plan)
+    work.block.inputs.clear()
+    method = SmoothK(SmoothKSpec(alpha=0.5))
+    method.solve(work)
+    (row,) = work.smoothing
+    assert row.alpha is None
+    assert method.factors is None
+
+
 def test_an_int4_cache_loses_less(tiny_llama, tmp_path):
     model, found = edit_model(tiny_llama, tmp_path / "model", plant), {}
     for name, methods in {"plain": (), "smooth": (SmoothKSpec(),)}.items():
