@@ -132,7 +132,7 @@ class GpuLinear:
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the weight as floats: [T, K] in `dtype` of ids int64 [T]."""
         found = self.weight.rows(ids, dtype)
-        return found[:, : found.shape[1] - self.missing] if self.missing else found
+        return found[:, : found.shape[1] - self.missing].contiguous() if self.missing else found
 
     @property
     def nbytes(self) -> int:

