@@ -26,6 +26,7 @@ from formats.families.family import Family, LatentAttention
 from formats.modeling.experts import Experts, OnRoute
 
 OnInput = Callable[[str, Tensor], None]
+OnProduct = Callable[[str, Tensor, Tensor], None]
 OnOutput = Callable[[str, Tensor, Tensor | None, int, Tensor | None], None]
 
 
@@ -119,7 +120,7 @@ class DecoderBlock:
         on_kv: OnKV | None = None,
         on_route: OnRoute | None = None,
         cache: Cache | None = None,
-        on_sinks: OnInput | None = None,
+        on_product: OnProduct | None = None,
     ) -> Tensor:
         """Run one sample through the block as it is now.
 
@@ -132,12 +133,13 @@ class DecoderBlock:
             on_route: Called with the full name of the experts and how many tokens the router sends
                 to each of them: int64 [experts].
             cache: Makes of K and V, those of sink tokens with them, what attention reads.
-            on_sinks: As `on_input`, of the sink tokens alone.
+            on_product: Called with each linear layer's full name, its input [tokens, in] and its
+                output [tokens, out], of the same tokens as `on_input`.
 
         Returns:
             Hidden states [tokens, hidden], on the block's device.
         """
-        with self._hooks(on_input, on_kv, on_route, cache, on_sinks):
+        with self._hooks(on_input, on_kv, on_route, cache, None, on_product):
             return self.forward(self.inputs[sample], sample)
 
     @torch.no_grad()
@@ -317,6 +319,7 @@ class DecoderBlock:
         on_route: OnRoute | None,
         cache: Cache | None,
         on_sinks: OnInput | None,
+        on_product: OnProduct | None = None,
     ) -> Iterator[None]:
         first = self.sinks
 
@@ -336,10 +339,17 @@ class DecoderBlock:
                             on_sinks(name, x[:first])
 
                     stack.callback(linear.register_forward_pre_hook(hook).remove)
+            if on_product is not None:
+                for name, linear in self.linears.items():
+
+                    def ran(_: nn.Module, args: Any, out: Tensor, name: str = name) -> None:
+                        on_product(name, args[0].flatten(0, -2)[first:], out.flatten(0, -2)[first:])
+
+                    stack.callback(linear.register_forward_hook(ran).remove)
+            observed = on_input is not None or on_product is not None
             for path, experts in self.module.named_modules():
                 if isinstance(experts, Experts):
-                    name = self._names[path]
-                    stack.enter_context(experts.watched(name, on_input is not None, on_route))
+                    stack.enter_context(experts.watched(self._names[path], observed, on_route))
             if self.attention is None:
                 yield
                 return

@@ -62,25 +62,26 @@ def powers(work: BlockWork, layers: Mapping[str, QuantizedLinear]) -> dict[str, 
     """Compare quantized layers with the block's float weights as they are now.
 
     The output of a layer is x W^T without its bias, and each layer is quantized alone: its input is
-    that of the float block.
+    that of the float block, whose products are not computed again.
     """
+    linears = work.block.linears
     weights = {name: layer.dequantized() for name, layer in layers.items()}
     known = {n: _by_moments(work, n, weight) for n, weight in weights.items() if _suffices(work, n)}
     inputs: dict[str, list[Powers]] = {name: [] for name in layers}
     outputs = {name: [known[name]] if name in known else [] for name in layers}
 
-    def compare(name: str, x: Tensor) -> None:
+    def compare(name: str, x: Tensor, y: Tensor) -> None:
         if name in layers and name not in known:
-            seen = work.seen_input(name, x, layers[name].input_scale)
+            seen, bias = work.seen_input(name, x, layers[name].input_scale), linears[name].bias
             inputs[name].append(_powers(x, seen))
-            exact = F.linear(x, work.block.linears[name].weight)
+            exact = y if bias is None else y - bias
             outputs[name].append(_powers(exact, F.linear(seen, weights[name])))
 
     for sample in work.samples(COMPARED) if len(known) < len(layers) else ():
-        work.block.run(sample, on_input=compare)
+        work.block.run(sample, on_product=compare)
     return {
         name: LayerPowers(
-            [_powers(work.block.linears[name].weight, weights[name])], inputs[name], outputs[name]
+            [_powers(linears[name].weight, weights[name])], inputs[name], outputs[name]
         )
         for name in layers
     }
