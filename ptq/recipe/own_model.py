@@ -8,7 +8,8 @@ the first line of its file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +119,8 @@ class ShippedRecipe(NamedTuple):
     path: Path
 
 
-def shipped_paths() -> dict[str, Path]:
+@cache  # they are part of the installation
+def shipped_paths() -> Mapping[str, Path]:
     """Files of the shipped recipes by name, those of folders after the others."""
     files = [*sorted(FOLDER.glob("*.yaml")), *sorted(FOLDER.glob("*/*.yaml"))]
     return {file.relative_to(FOLDER).with_suffix("").as_posix(): file for file in files}
