@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import gc
 import sys
 from collections.abc import Sequence
 
 from formats.command import run_command
 from formats.errors import RequestError, suggestion
-from formats.namespace import require_own_packages
+from formats.namespace import load_module, require_own_packages
 from ptq.version import version
 
 ABOUT = {
@@ -80,10 +80,14 @@ def dispatch(argv: Sequence[str] | None) -> int:
             f"no command {arguments[0]!r}; {suggestion(arguments[0], [*COMMANDS, *OPTIONS])}"
         )
     require_own_packages("calibrate", "inference")
-    module = importlib.import_module(COMMANDS[arguments[0]][0])
+    module = load_module(COMMANDS[arguments[0]][0])
     return module.main(arguments[1:])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the console command `ptq`; errors are printed and give exit code 2."""
-    return run_command(dispatch, argv)
+    try:
+        return run_command(dispatch, argv)
+    finally:
+        if argv is None:  # the process ends: to look through all that is alive takes a second
+            gc.freeze()

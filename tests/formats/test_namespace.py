@@ -1,8 +1,13 @@
 """Modules that are imported inside `later` are loaded with their first use, those outside at once."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from formats import namespace
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -47,3 +52,15 @@ def test_modules_are_loaded_with_their_first_use():
         "[True, True, True]",
         "True",
     ]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_while_a_module_is_loaded(enabled, monkeypatch):
+    seen = []
+    monkeypatch.setattr(namespace, "import_module", lambda name: seen.append(gc.isenabled()))
+    (gc.enable if enabled else gc.disable)()
+    try:
+        namespace.load_module("wave")
+        assert (seen, gc.isenabled()) == ([False], enabled)
+    finally:
+        gc.enable()
