@@ -2,6 +2,7 @@
 
     ptq eval CHECKPOINT --tasks local [--against ORIGINAL] [--output FILE.json]
     ptq eval CHECKPOINT --tasks lambada_openai,piqa,wikitext --limit 500
+    ptq eval CHECKPOINT --tasks local --adapter sql=adapters/sql
 
 `local` stands for the tasks that need no network (`ptq.evaluate.local_tasks`); others are lm-eval's
 own, whose data comes from the Hugging Face hub. With `--against`, the same is run on another model,
@@ -22,7 +23,12 @@ from formats.command import CommandParser, count
 from formats.errors import RequestError
 from formats.files import replace_file
 from formats.namespace import later
-from inference.arguments import add_engine_arguments, open_engine
+from inference.arguments import (
+    add_adapter_argument,
+    add_engine_arguments,
+    open_engine,
+    read_adapters,
+)
 from ptq.commands.shared import add_quiet
 from ptq.text import format_table, typed_path
 
@@ -49,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--against", type=Path, metavar="MODEL", help="run the same on this model, and compare"
     )
+    add_adapter_argument(made, "The tasks run with it, on --against's model too; give one.")
     made.add_argument("--limit", type=count, metavar="N", help="most items of a task")
     made.add_argument(
         "--num-fewshot", type=int, metavar="N", help="examples before each item; default the task's"
@@ -69,7 +76,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the figures, and write them where that is asked for."""
-    arguments = parser().parse_args(argv)
+    own = parser()
+    arguments = own.parse_args(argv)
+    if len(arguments.adapter) > 1:
+        own.error("--adapter: tasks run with one adapter at a time; give one")
     require_extra()
     metrics = _figures(arguments.checkpoint, arguments)
     against = None if arguments.against is None else _figures(arguments.against, arguments)
@@ -101,8 +111,9 @@ def _figures(folder: Path, arguments: argparse.Namespace) -> list[Metric]:
     if not names:
         raise RequestError("--tasks: names none; give local, or names of tasks", "tasks")
     return evaluation.evaluate(
-        open_engine(folder, arguments, arguments.batch_size),
+        open_engine(folder, arguments, arguments.batch_size, read_adapters(arguments)),
         names,
+        adapter=next(iter(arguments.adapter), None),
         limit=arguments.limit,
         num_fewshot=arguments.num_fewshot,
         chat=arguments.chat,

@@ -35,14 +35,20 @@ def answers(
 
 
 def likelihoods(
-    engine: Engine, prompts: Sequence[list[int]], starts: Sequence[int], bar: Any
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    starts: Sequence[int],
+    bar: Any,
+    adapter: str | None = None,
 ) -> list[tuple[float, bool]]:
     """Of each prompt's tokens from `starts` on: their log probability, and whether all are greedy.
 
     What comes before them is computed once where prompts have it in common.
     """
     params = [
-        SamplingParams(max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=start)
+        SamplingParams(
+            max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=start, adapter=adapter
+        )
         for start in starts
     ]
     outputs = answers(engine, prompts, params, bar)

@@ -29,14 +29,18 @@ class EngineLM(TemplateLM):
 
     Args:
         engine: Idle; its `max_batch_size` is the number of requests that run at once.
+        adapter: The name of one of its adapters, which requests run with.
         progress: Show a progress bar for the requests of each kind.
 
     Attributes:
         max_length: Most tokens of a context with its continuation but for the last.
     """
 
-    def __init__(self, engine: Engine, *, progress: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, *, adapter: str | None = None, progress: bool = True
+    ) -> None:
         super().__init__()
+        self.adapter = adapter
         self.engine, self.tokenizer = engine, engine.tokenizer
         assert engine.config.max_model_len is not None
         self.max_length = engine.config.max_model_len - 2  # and one that is generated
@@ -93,7 +97,7 @@ class EngineLM(TemplateLM):
             prompts.append(ids)
             starts.append(max(1, len(ids) - len(continuation)))
         with self._bar("Scoring", len(prompts)) as shown:
-            return likelihoods(self.engine, prompts, starts, shown)
+            return likelihoods(self.engine, prompts, starts, shown, self.adapter)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
@@ -119,7 +123,7 @@ class EngineLM(TemplateLM):
             one = sampling_params(options, self.max_length)
             tokens = self.tok_encode(context)
             prompts.append(tokens[-(self.max_length + 1 - one.max_tokens) :])
-            params.append(one)
+            params.append(one.model_copy(update={"adapter": self.adapter}))
         with self._bar("Completing", len(prompts)) as shown:
             return [output.text for output in answers(self.engine, prompts, params, shown)]
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from difflib import get_close_matches
 from io import StringIO
 from typing import Any
 
@@ -15,7 +16,8 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from formats.errors import RequestError, suggestion
+from formats.errors import RequestError
+from formats.scheme import either
 from inference.engine import Engine
 from ptq.evaluate import local_tasks
 from ptq.evaluate.engine_lm import EngineLM
@@ -26,6 +28,7 @@ def evaluate(
     engine: Engine,
     tasks: Sequence[str],
     *,
+    adapter: str | None = None,
     limit: int | None = None,
     num_fewshot: int | None = None,
     chat: bool = False,
@@ -38,6 +41,7 @@ def evaluate(
         engine: Idle.
         tasks: Names of local tasks, `local` for all of these, or of lm-eval's own, whose data is
             read from the hub.
+        adapter: The name of one of the engine's adapters, which the tasks run with.
         limit: Most items of a task.
         num_fewshot: Examples before each item; None leaves it to the task.
         chat: Ask through the model's chat template.
@@ -52,13 +56,13 @@ def evaluate(
     # lm-eval would fork a pool to resample, whose workers have our handler of the signal that is to
     # end them: it waits for them forever.
     os.environ["DISABLE_MULTIPROC"] = "1"
-    lm = EngineLM(engine, progress=progress)
+    lm = EngineLM(engine, adapter=adapter, progress=progress)
     names = [own for name in tasks for own in _expanded(name, allow_code=allow_code)]
     found: list[Metric] = []
     local = all(name in local_tasks.NAMES for name in names)
     known = TaskManager(include_defaults=not local)  # reads thousands of files for its own
     for name in dict.fromkeys(names):
-        with _told_elsewhere(progress):
+        with _told_elsewhere(progress), _data_of(name):
             result = simple_evaluate(
                 lm,
                 tasks=[_task(name, lm, known)],
@@ -84,6 +88,20 @@ def _told_elsewhere(progress: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _data_of(name: str) -> Iterator[None]:
+    """Say of which task the data cannot be had: `datasets` reads them from the hub."""
+    try:
+        yield
+    except OSError as error:  # of `datasets` and the hub, each of its own kind
+        reason = " ".join(str(error).split())
+        raise RequestError(
+            f"{name}: its data cannot be had ({reason}). They come from the hub: check the "
+            "network, or give `local`, the tasks that need none",
+            "tasks",
+        ) from error
+
+
 def _expanded(name: str, *, allow_code: bool) -> list[str]:
     """The tasks that a name stands for."""
     if name == "local":
@@ -103,8 +121,11 @@ def _task(name: str, lm: EngineLM, known: TaskManager) -> Any:
         model = local_tasks.Text(encode=lm.tok_encode, longest=lm.max_length)
         return ConfigurableTask(config=local_tasks.task_config(name, model))
     if name not in known.all_tasks:
-        choices = ["local", *local_tasks.NAMES, *known.all_tasks]
-        raise RequestError(f"no task {name!r}; {suggestion(name, choices)}", "tasks")
+        own = ["local", *local_tasks.NAMES]
+        close = get_close_matches(name, [*own, *known.all_tasks], n=3)  # of thousands
+        guess = f"did you mean {either(close)}? " if close else ""
+        allowed = f"allowed: {', '.join(own)}, and what `lm-eval ls tasks` lists"
+        raise RequestError(f"no task {name!r}; {guess}{allowed}", "tasks")
     return name
 
 

@@ -17,12 +17,13 @@ from formats.errors import RequestError
 from inference.config import EngineConfig
 from inference.engine import Engine
 from ptq import cli
-from ptq.evaluate import local_tasks
+from ptq.evaluate import evaluation, local_tasks
 from ptq.evaluate.engine_lm import EngineLM, sampling_params
 from ptq.evaluate.evaluation import _expanded, _task, evaluate
 from ptq.evaluate.figures import Metric, recovery
 from ptq.evaluate.local_tasks import FUNCTIONS, passes
 from ptq.recipe.own_model import shipped_paths
+from tests.adapters import write_adapter
 
 MODEL = shipped_paths()["w4_gptq"].parent / "tiny-python"
 
@@ -164,6 +165,9 @@ def test_what_a_model_wrote_runs_only_where_that_is_allowed(engine):
 def test_an_unknown_task_is_refused_with_a_near_one(lm):
     with pytest.raises(RequestError, match="python_cloze"):
         _task("python_close", lm, TaskManager(include_defaults=False))
+    with pytest.raises(RequestError, match="did you mean hellaswag") as caught:
+        _task("helaswag", lm, TaskManager())
+    assert len(str(caught.value)) < 500, "and not all of thousands"
 
 
 @pytest.mark.parametrize(
@@ -196,6 +200,15 @@ def metric(right: list[int]) -> Metric:
     )
 
 
+def test_data_that_cannot_be_had_are_refused_by_their_task(engine, monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub")
+
+    monkeypatch.setattr(evaluation, "simple_evaluate", unreachable)
+    with pytest.raises(RequestError, match=r"needle: its data cannot be had \(Couldn't reach"):
+        evaluate(engine, ["needle"], progress=False)
+
+
 def test_recovery_is_of_paired_items():
     found = recovery(metric([1, 0, 1, 1, 0, 1] * 20), metric([1, 1, 1, 1, 0, 0] * 20))
     assert (found.ratio, found.lost, found.won) == (1.0, 20, 20)
@@ -215,6 +228,32 @@ def test_the_command_tells_what_is_left_of_the_original(tmp_path, capsys):
     told = json.loads(file.read_text())
     assert told["checkpoint"] == told["against"]
     assert set(told["checkpoint"][0]["each"]) == {"0", "1", "2"}
+
+
+def test_tasks_run_with_an_adapter(lm, tmp_path, monkeypatch, capsys):
+    folder = write_adapter(tmp_path / "sql", MODEL, scale=0.2)
+    adapted = Engine.from_pretrained(MODEL, adapters={"sql": folder})
+    own = EngineLM(adapted, adapter="sql", progress=False)
+    pair = ("def add(a, b):\n", "    return a")
+    context, continuation = own._encode_pair(*pair)
+    ids = torch.tensor(context + continuation)
+    rows = adapted.score(ids, adapter="sql")[len(context) - 1 : -1].log_softmax(-1)
+    wanted = rows.gather(1, torch.tensor(continuation)[:, None]).sum().item()
+    (found,), (without,) = (one.loglikelihood(ask("loglikelihood", pair)) for one in (own, lm))
+    assert found[0] == pytest.approx(wanted, abs=1e-4)
+    assert abs(found[0] - without[0]) > 0.01
+
+    seen = list[tuple[str | None, dict]]()
+    monkeypatch.setattr(
+        "ptq.evaluate.evaluation.evaluate",
+        lambda engine, names, *, adapter, **_: seen.append((adapter, engine.adapters)) or [],
+    )
+    words = ["eval", str(MODEL), "--tasks", "local", "--adapter", f"sql={folder}"]
+    assert cli.main([*words, "--against", str(MODEL)]) == 0
+    assert seen == [("sql", {"sql": folder})] * 2
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--adapter", f"poet={folder}"])
+    assert "one adapter at a time" in capsys.readouterr().err
 
 
 def test_the_command_names_what_is_missing(monkeypatch, capsys):
