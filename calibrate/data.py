@@ -138,7 +138,8 @@ def _load(spec: DatasetSpec, tokenizer: Any, split: Split, root: Path) -> TokenS
     if found == 0:
         raise RecipeError(
             f"dataset {source!r}: its {split} documents hold no text ({len(texts)} documents, "
-            "all empty or padding). Check the column and the file's content"
+            "all empty or padding; a single one is divided at a line's end or a space). Check the "
+            "column and the file's content, or give more text"
         )
     if len(sequences) < (1 if spec.fewer and needed else needed):
         size = f" of {amount.sequence_length} tokens each" if spec.pack else ", one document each"

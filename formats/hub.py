@@ -69,8 +69,9 @@ def model_folder(name: str | Path, revision: str | None = None) -> Path:
             f"{name} is a local folder, which has no revision {revision!r}; leave the revision out"
         )
     if not is_hub_id(name) or Path(name).is_file():
+        kind = "file" if Path(name).suffix.lower() == ".gguf" else "folder"
         raise CheckpointError(
-            f"{name}: no such folder; {near_folder(name)}give the folder of a model, or "
+            f"{name}: no such {kind}; {near_folder(name)}give the {kind} of a model, or "
             "organization/model of the Hugging Face hub"
         )
     return _download(str(name), revision)

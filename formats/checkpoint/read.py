@@ -235,11 +235,15 @@ class Checkpoint(NamedTensors):
         Raises:
             CheckpointError: it has several.
         """
+        schemes = (self.scheme.of_layers, *self.own_schemes.values())
+        sizes = {scheme.weights.group_size or 0 for scheme in schemes if scheme.weights}
+        several = len(sizes) > 1 and all(sizes)
+        one = f" and with `--set scheme.weights.group_size={min(sizes)}`" if several else ""
         for name, scheme in self.own_schemes.items():
             raise CheckpointError(
                 f"{self.path}: found {scheme.text} in {name} and {self.scheme.of_layers.text} in "
                 f"others; {target} holds one scheme for all layers. Quantize with a recipe "
-                "without layers"
+                f"without layers{one}"
             )
 
     @property

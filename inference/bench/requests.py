@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -192,7 +193,10 @@ def _source(arguments: argparse.Namespace, work: Path, load: Load) -> tuple[Engi
 def _about(checkpoint: Checkpoint) -> str:
     """How a checkpoint is quantized."""
     scheme, head = checkpoint.scheme, checkpoint.scheme_of(HEAD)
-    text = f"{scheme.of_layers.text}; head {head.text}"
+    layers = set(checkpoint.quantized_modules) - {HEAD}
+    kinds = Counter(checkpoint.scheme_of(name).text for name in layers).most_common()
+    of = [f"{count} layers {text}" for text, count in kinds]
+    text = f"{'; '.join(of) if len(of) > 1 else scheme.of_layers.text}; head {head.text}"
     cache = scheme.kv_cache
     return text if cache is None else f"{text}; cache {cache.dtype} {cache.granularity}"
 

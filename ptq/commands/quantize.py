@@ -100,6 +100,15 @@ def _budget(arguments: argparse.Namespace) -> list[str]:
     return [f"budget={{{name}: {value}{target}}}", *scheme]
 
 
+def _scheme(text: str) -> str:
+    """A scheme's name on the command line; the error knows names of recipes, and close ones."""
+    try:
+        recipe_of(text)
+    except RecipeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text.lower()
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq quantize`."""
     made = CommandParser(
@@ -111,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("model", metavar="MODEL", help="folder, or organization/model on the hub")
     made.add_argument(
         "--scheme",
-        type=str.lower,
+        type=_scheme,
         choices=[*SCHEMES, *OTHER_NAMES],
         metavar="SCHEME",
         help=f"what is quantized to how many bits: {', '.join(SCHEMES)}",

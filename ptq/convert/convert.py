@@ -113,7 +113,9 @@ def _convert(
             force=force,
             progress=progress,
         )
-        return Conversion(modules=done.kept, scale_rounding=0.0, notes=done.notes)
+        alone = None if target == "float" else Checkpoint.open(out, to_run=False).only_here
+        notes = (*done.notes, *([alone] if alone else []))
+        return Conversion(modules=done.kept, scale_rounding=0.0, notes=notes)
     refuse_pickle(source)
     if tables is not None:
         return import_tables(source, Path(tables), out, force, shard_bytes, progress)

@@ -64,12 +64,14 @@ class FileTensor:
         kind: Its type there.
         shape: Its shape, rows before columns.
         read: Makes its numbers, of blocks their bytes.
+        rounded: Quantized layers in it, or parts of such, that no type of blocks holds: floats.
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
+    rounded: int = 0
 
 
 def to_gguf(source: Checkpoint, out: Path, force: bool, progress: bool) -> Conversion:
@@ -90,6 +92,7 @@ def to_gguf(source: Checkpoint, out: Path, force: bool, progress: bool) -> Conve
     tensors = list(_tensors(source))
     part = out.with_name(f".{out.name}.part")
     kinds = Counter(tensor.kind for tensor in tensors)
+    rounded = sum(tensor.rounded for tensor in tensors)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -103,9 +106,9 @@ def to_gguf(source: Checkpoint, out: Path, force: bool, progress: bool) -> Conve
         finally:
             part.unlink(missing_ok=True)
     return Conversion(
-        modules=len(source.quantized_modules),
+        modules=len(source.quantized_modules) - rounded,
         scale_rounding=0.0,
-        notes=tuple(_notes(source, kinds, note)),
+        notes=tuple(_notes(source, kinds, rounded, note)),
     )
 
 
@@ -194,7 +197,7 @@ def _tensors(source: Checkpoint) -> Iterator[FileTensor]:
         made = _tensor(source, family, name, _in_order(members, family), counts)
         yield made
         if name == "token_embd.weight" and tied:
-            yield replace(made, name="output.weight")
+            yield replace(made, name="output.weight", rounded=0)
     for name, values in rope_tensors(config).items():
         yield FileTensor(name, "F32", values.shape, lambda values=values: values)
 
@@ -232,13 +235,13 @@ def _tensor(
     first = shapes[0]
     rows = sum(own[0] for own in shapes)
     shape = (len(members), *first) if stacked else (rows, *first[1:])
-    order = _order(modules[0], first[0], counts)
+    order, lost = _order(modules[0], first[0], counts), 0
     if members[0].endswith(".weight") and modules[0] in quantized:
         spec = source.scheme_of(modules[0]).weights
         assert spec is not None
         kind = _kind(spec, columns)
         if kind is None or (spec.float_zeros and not _fits(source, modules, kind)):
-            kind = PLAIN[_float_type(source)]
+            kind, lost = PLAIN[_float_type(source)], len(modules)
     elif len(first) == 1:
         kind = "F32"
     else:
@@ -251,7 +254,7 @@ def _tensor(
         ]
         return np.stack(made) if stacked else np.concatenate(made)
 
-    return FileTensor(name, kind, shape, read)
+    return FileTensor(name, kind, shape, read, lost)
 
 
 def _shape(source: Checkpoint, name: str, module: str) -> tuple[int, ...]:
@@ -337,9 +340,16 @@ def _cut(weight: StoredWeight, rows: Tensor) -> StoredWeight:
     return StoredWeight(weight.q[rows], weight.scale[rows], zeros)
 
 
-def _notes(source: Checkpoint, kinds: Counter[str], note: str | None) -> Iterator[str]:
+def _notes(
+    source: Checkpoint, kinds: Counter[str], rounded: int, note: str | None
+) -> Iterator[str]:
     made = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
     yield f"Tensors: {made}."
+    if rounded:
+        yield (
+            f"{rounded} more quantized layers, which no type of blocks holds as they are, became "
+            f"floats, rounded to {PLAIN[_float_type(source)]}."
+        )
     if source.scheme.activations is not None and not source.scheme.activations.dynamic:
         yield "Static scales of inputs are left out: llama.cpp scales each block of 32 by itself."
     if source.scheme.kv_cache is not None:

@@ -46,9 +46,11 @@ def recipe_of(scheme: str) -> str:
         RecipeError: there is no such scheme.
     """
     name = OTHER_NAMES.get(scheme.lower(), scheme.lower())
-    if name not in SCHEMES:
-        raise RecipeError(f"no scheme {scheme!r}; {suggestion(scheme, SCHEMES)}")
-    return SCHEMES[name]
+    if name in SCHEMES:
+        return SCHEMES[name]
+    if name in shipped_paths():
+        raise RecipeError(f"no scheme {scheme!r}: it is a recipe; give it as such, --recipe {name}")
+    raise RecipeError(f"no scheme {scheme!r}; {suggestion(name, [*SCHEMES, *OTHER_NAMES])}")
 
 
 def preset_of(scheme: str) -> str:

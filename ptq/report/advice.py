@@ -9,7 +9,9 @@ the same are distinguished by the time that they take.
 from __future__ import annotations
 
 import json
+import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +21,7 @@ from calibrate.spec import DatasetSpec
 from formats.checkpoint.targets import is_ignored
 from formats.families.registry import find_family
 from formats.namespace import ROOT
-from formats.scheme import Scheme
+from formats.scheme import SUPER_BLOCK, Scheme
 from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe
@@ -80,7 +82,7 @@ def advise(data: ReportData, *, save: bool) -> Advice:
             reason = f"on {found.title} it lost {found.kl:.3g}"
             if own is not None:
                 reason += f", where this one lost {own.kl:.3g}"
-            reason += _kept(own_bits(data), recipe_bits(found.recipe))
+            reason += _kept(own_bits(data), recipe_bits(found.recipe, most_inputs(data)))
             return Advice(found.recipe, reason, _command(data, found.recipe))
     return Advice("", "nothing that was measured saves more" if save else _in_float(data), "")
 
@@ -104,11 +106,12 @@ def _better(data: ReportData, rows: Sequence[Known], own: Known | None) -> Known
     much of the loss, one with more bits there.
     """
     mine, loss = own_bits(data), data.accuracy.kl_mean if own is None else own.kl
+    inputs = most_inputs(data)
     others = [
         (row, bits)
         for row in rows
         if row.kl < CLEARLY * loss
-        and int((bits := recipe_bits(row.recipe)).weights) >= int(mine.weights)
+        and int((bits := recipe_bits(row.recipe, inputs)).weights) >= int(mine.weights)
         and bits.cache >= mine.cache
     ]
     if shares_of(data).get("cache", 0.0) >= MUCH:
@@ -127,11 +130,11 @@ def _price(bits: Bits, mine: Bits) -> tuple[float, bool]:
 def _smaller(data: ReportData, rows: Sequence[Known], own: Known | None) -> Known | None:
     """What loses least of those with fewer bits."""
     del own
-    mine = own_bits(data)
+    mine, inputs = own_bits(data), most_inputs(data)
     others = [
         row
         for row in rows
-        if (bits := recipe_bits(row.recipe)).total < mine.total
+        if (bits := recipe_bits(row.recipe, inputs)).total < mine.total
         and bits.weights <= mine.weights
         and bits.cache <= mine.cache
     ]
@@ -162,12 +165,21 @@ def _kept(mine: Bits, other: Bits) -> str:
 
 def own_bits(data: ReportData) -> Bits:
     """What a run's scheme stores."""
-    return bits_of(Scheme.model_validate_json(json.dumps(parse(data.recipe).data["scheme"])))
+    scheme = Scheme.model_validate_json(json.dumps(parse(data.recipe).data["scheme"]))
+    return bits_of(scheme.fitted(most_inputs(data)))
+
+
+def most_inputs(data: ReportData) -> int:
+    """Inputs of most weights, which settle the groups that a recipe leaves open."""
+    counts = Counter[int]()
+    for row in data.quantization.modules:
+        counts[row.shape[1]] += math.prod(row.shape)
+    return counts.most_common(1)[0][0] if counts else SUPER_BLOCK
 
 
 def bits_of(scheme: Scheme) -> Bits:
-    """What a scheme stores; layers and caches with others of their own aside."""
-    spec, kv = scheme.widest.weights, scheme.kv_cache
+    """What a scheme of settled groups stores; layers and caches with others of their own aside."""
+    spec, kv = scheme.weights, scheme.kv_cache
     weights = 16.0
     if spec is not None:
         scale = 16 if spec.dtype.startswith("int") else 8
@@ -179,9 +191,9 @@ def bits_of(scheme: Scheme) -> Bits:
     )
 
 
-def recipe_bits(name: str) -> Bits:
-    """Those of a shipped recipe."""
-    return bits_of(_shipped(name).scheme)
+def recipe_bits(name: str, inputs: int = SUPER_BLOCK) -> Bits:
+    """Those of a shipped recipe where most layers have so many inputs; default any groups fit."""
+    return bits_of(_shipped(name).scheme.fitted(inputs))
 
 
 @cache

@@ -396,3 +396,6 @@ def test_fewer_samples_do_where_that_is_said(tokenizer, tmp_path):
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": ""}))
     with pytest.raises(RecipeError, match="hold no text"):
         load_tokens(one, tokenizer, "calibration", tmp_path)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "hello"}))
+    with pytest.raises(RecipeError, match=r"a single one is divided at .* or give more text"):
+        load_tokens(one, tokenizer, "evaluation", tmp_path)

@@ -213,14 +213,20 @@ def test_six_bits_run_as_integers_in_groups_of_16(make_model, tmp_path):
     assert texts == [fine, f"{fine}, asymmetric, float zero points"]
     a, b = (logits(tmp_path / name).log_softmax(-1) for name in ("folder", "floats"))
     assert (b.exp() * (b - a)).sum(-1).mean() < 1e-5
-    convert(tmp_path / "folder", tmp_path / "again.gguf", "gguf")
-    assert GgufFile(tmp_path / "again.gguf").tensors["blk.0.ffn_down.weight"].kind == "BF16"
+    again = convert(tmp_path / "folder", tmp_path / "again.gguf", "gguf")
+    tensors = GgufFile(tmp_path / "again.gguf").tensors
+    assert tensors["blk.0.ffn_down.weight"].kind == "BF16"
+    blocks = [name for name, tensor in tensors.items() if tensor.kind.startswith("Q")]
+    assert again.modules == len(blocks) < len(checkpoint.quantized_modules)
+    lost = len(checkpoint.quantized_modules) - len(blocks)
+    assert any(note.startswith(f"{lost} more quantized layers") for note in again.notes)
 
 
 def test_minima_go_back_into_a_file_and_into_no_other_layout(llama_file, tmp_path):
     kinds = {"attn_q.weight": "Q4_1", "ffn_down.weight": "Q4_1", "attn_v.weight": "Q5_1"}
     file = quantized_file(llama_file, tmp_path / "a.gguf", kinds | {"attn_k.weight": "Q4_1"})
-    unpack(file, tmp_path / "folder")
+    done = convert(file, tmp_path / "folder", "compressed_tensors")
+    assert [note for note in done.notes if "Only this runtime opens it" in note]
     convert(tmp_path / "folder", tmp_path / "b.gguf", "gguf")
     a, b = (GgufFile(tmp_path / name).tensors for name in ("a.gguf", "b.gguf"))
     down = "blk.0.ffn_down.weight"

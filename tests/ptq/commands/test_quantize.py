@@ -87,7 +87,7 @@ def test_a_column_that_is_said_is_not_guessed(given, desk):
     ("words", "said"),
     [
         (["m"], "--scheme --recipe is required"),
-        (["m", "--scheme", "w5"], "choose from"),
+        (["m", "--scheme", "w5"], "allowed: w4"),
         (["--scheme", "w4"], "required: MODEL"),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import RecipeError
+from formats.errors import CheckpointError, RecipeError
 from formats.scheme import GROUP_SIZES, WeightSpec
 from inference.engine import Engine
 from ptq.methods.costs import fits
@@ -219,6 +219,9 @@ def test_a_model_that_32_does_not_divide_runs_as_its_dequantized_weights_do(
 def test_solving_in_another_scheme_tells_that_layers_keep_theirs(make_model, tmp_path):
     model = make_model("llama", intermediate_size=192)
     quantize_tokens(planned(model, "w4_rtn", tmp_path), random_tokens(), progress=False)
+    checkpoint = Checkpoint.open(tmp_path / "out" / "checkpoint")
+    with pytest.raises(CheckpointError, match=r"with `--set scheme\.weights\.group_size=64`"):
+        checkpoint.require_one_scheme("gptq")
     seen, run = Artifact.load(tmp_path / "out"), tmp_path / "run.yaml"
     run.write_text(resolved_yaml(planned(model, "w4_rtn", tmp_path, force=True).recipe))
     assert list(solve_notes(seen, load_recipe(run))) == []

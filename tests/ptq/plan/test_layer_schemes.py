@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.scheme import PRESETS
+from inference.bench import requests
 from inference.engine import Engine
 from kernels.numerics import TYPES, dequantize, fake_quantize_activations
 from ptq.commands.diff import diff_checkpoints
@@ -152,13 +153,16 @@ def test_tools_tell_schemes_of_layers_apart(made, tiny_llama, tmp_path):
     shown = "\n".join(describe(inspect(checkpoint), 3))
     dynamic = "int8 weights per_channel, dynamic int8 inputs per_token"
     assert f"otherwise 2 layers, such as model.layers.0.mlp.down_proj: {dynamic}" in shown
+    about = requests._about(checkpoint)
+    assert f"2 layers {dynamic}; head float" in about
+    assert f"layers {checkpoint.scheme.of_layers.text}; 2 layers" in about
     packed = {row.kind for row in inspect(made["int4 + int8"]).sizes}
     assert packed >= {"int4 weights, packed", "int8 weights, packed", "int8 weights"}
     lines = diff_checkpoints(checkpoint, made["int4 + int8"])
     name = "scheme of model.layers.1.mlp.down_proj"
     group = "int4 weights group of 128"
     assert f"{name}: '{dynamic}' -> '{group}'" in lines
-    with pytest.raises(CheckpointError, match="gptq holds one scheme for all layers"):
+    with pytest.raises(CheckpointError, match="gptq holds one scheme .* without layers$"):
         convert(made["int4 + int8"].path, tmp_path / "out", "gptq")
 
 

@@ -105,6 +105,18 @@ def test_advice_is_that_of_the_nearest_model(made):
     assert "on tiny-python" in more.reason
 
 
+def test_groups_that_a_recipe_leaves_open_are_those_that_fit_the_model(made):
+    data = of_recipe(made.data, "w4_gptq")
+    found = data.quantization
+    rows = [row.model_copy(update={"shape": (576, 576)}) for row in found.modules]
+    settled = read_recipe(shipped_paths()["w4_gptq"], ["scheme.weights.group_size=64"]).recipe
+    own = {"scheme": "w4_g64", "recipe": resolved_yaml(settled)}
+    found = found.model_copy(update={"modules": tuple(rows)})
+    more = advise(data.model_copy(update={"quantization": found, **own}), save=True)
+    assert "a cache of 8 bits in place of 16" in more.reason
+    assert "weights of" not in more.reason, "128 does not divide 576: every recipe takes 64"
+
+
 def test_without_a_better_recipe_the_weakest_layers_stay_in_float(made):
     found = advise(of_recipe(made.data, "w8_gptq"), save=False)
     assert found.recipe == found.command == ""
