@@ -45,7 +45,8 @@ class DecoderBlock:
             earlier blocks that later ones read are in the same rows (`calibrate.handed`).
         quantized_inputs: The same after the quantized blocks before, where the stream keeps them.
         sinks: How many tokens at the beginning of each sample are sink tokens (`calibrate.sinks`):
-            `on_input` and `on_kv` leave them out, `on_sinks` shows their inputs.
+            `on_input` leaves them out, `on_sinks` shows their inputs. `on_kv` shows them with all
+            others: a GPU reads their K and V in the cache's format, whose ranges must hold them.
     """
 
     sinks = 0
@@ -128,8 +129,8 @@ class DecoderBlock:
             sample: Index into `inputs`.
             on_input: Called with each linear layer's full name and its input [tokens, in], sink
                 tokens left out; layers of experts see every other token.
-            on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim], sink tokens
-                left out; of latent attention with what is cached in their place.
+            on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim]; of latent
+                attention with what is cached in their place.
             on_route: Called with the full name of the experts and how many tokens the router sends
                 to each of them: int64 [experts].
             cache: Makes of K and V, those of sink tokens with them, what attention reads.
@@ -322,12 +323,6 @@ class DecoderBlock:
         on_product: OnProduct | None = None,
     ) -> Iterator[None]:
         first = self.sinks
-
-        def others(k: Tensor, v: Tensor) -> None:
-            if on_kv is not None:
-                on_kv(k[first:], v[first:])
-
-        show = None if on_kv is None else others
         with ExitStack() as stack:
             if on_input is not None:
                 for name, linear in self.linears.items():
@@ -356,9 +351,9 @@ class DecoderBlock:
             names, attention = self.family and self.family.attention, self.submodule(self.attention)
             if isinstance(names, LatentAttention):
                 assert cache is None  # no method replaces what is cached there
-                stack.enter_context(watched_latent(attention, names, show))
+                stack.enter_context(watched_latent(attention, names, on_kv))
             else:
-                stack.enter_context(watched(attention, show, cache))
+                stack.enter_context(watched(attention, on_kv, cache))
             yield
 
 

@@ -5,13 +5,18 @@ for (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ar
 hidden state has a few channels hundreds of times larger than any other token's, from some early
 block to one of the last (Sun et al., "Massive Activations in Large Language Models", arXiv
 2402.17762): one static scale for all tokens would leave the others no steps. So tokens at the first
-n positions are kept apart: out of the statistics, of losses that searches compare and of Hessians,
-and, when the model runs, with static scales of their own and with K and V in float.
+n positions are kept apart: out of the statistics of inputs, of losses that searches compare and of
+Hessians, and, when the model runs, with static scales of their own and, on a CPU, with K and V in
+float.
 
 n is found as by Chen et al., "PrefixQuant" (arXiv 2410.05265, section 4): a token is an outlier
 where its largest magnitude is more than 64 times the median of all tokens' in the input of some
-layer. Positions count, not tokens: of a model that puts nothing in front of a text, any token can
-be the first, and one put in front for the sake of quantization changes what the model says.
+layer. Where the cache is quantized, so it is if its value V is less than a third of the median in
+some layer, whatever its inputs are: what takes attention and is to change nothing has small values
+(Guo et al., "Active-Dormant Attention Heads", arXiv 2410.13835), of which a scale for all tokens
+leaves little.
+Positions count, not tokens: of a model that puts nothing in front of a text, any token can be the
+first, and one put in front for the sake of quantization changes what the model says.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from calibrate.tensor_statistics import check_finite
 from calibrate.workers import BlockWorkers, in_order_of_samples, samples_of
 
 OUTLIER = 64.0  # times the median of tokens' largest magnitudes
+SMALL = 1 / 3  # of the median of tokens' values; of no other than first tokens was it under 0.6
 MOST = 4  # positions that are kept apart without being asked for
 SAMPLES, TOKENS = 8, 128  # that are looked at
 
@@ -39,15 +45,18 @@ class Peaks:
         ratios: Largest over all layers of a token's largest magnitude over the median of all
             tokens': fp32 [samples, tokens].
         layers: In which layer that was, by the full name: as many lists of names.
+        values: Least over all layers of the norm of a token's V over the median of all tokens':
+            fp32 [samples, tokens]; 1 where they do not count.
     """
 
     ratios: Tensor
     layers: list[list[str]]
+    values: Tensor
 
     @property
     def sinks(self) -> int:
         """Positions from the first on at which tokens of at least half of the samples stand out."""
-        share = (self.ratios > OUTLIER).float().mean(dim=0)
+        share = ((self.ratios > OUTLIER) | (self.values < SMALL)).float().mean(dim=0)
         count = 0
         while count < min(MOST, len(share)) and share[count] >= 0.5:
             count += 1
@@ -65,7 +74,11 @@ class Peaks:
 
 
 def find_peaks(
-    stream: BlockStream, sequences: Sequence[Tensor], workers: BlockWorkers | None = None
+    stream: BlockStream,
+    sequences: Sequence[Tensor],
+    workers: BlockWorkers | None = None,
+    *,
+    cached: bool = False,
 ) -> Peaks:
     """Run the beginnings of some samples through a model, and see which tokens stand out.
 
@@ -73,6 +86,7 @@ def find_peaks(
         stream: Of the model; it is spent.
         sequences: Token ids of the samples: int64 [tokens].
         workers: Devices that take the samples between them; the stream's alone by default.
+        cached: Whether small values tell a sink token, too: K and V are to be quantized.
 
     Raises:
         RecipeError: activations hold NaN or infinity.
@@ -83,11 +97,14 @@ def find_peaks(
     starts = [ids[:length] for ids in sequences[:SAMPLES]]
     stream.start(starts)
     largest = torch.zeros(len(starts), length)
+    smallest = torch.ones(len(starts), length)
     layers = [[""] * length for _ in starts]
     for index in range(len(stream.blocks)):
         block = stream.load(index, index + 1)
         workers.take(block)
-        peaks, outputs = _block_peaks(workers, len(starts))
+        peaks, values, outputs = _block_peaks(workers, len(starts))
+        if values is not None and cached:
+            smallest = torch.minimum(smallest, values / values.median().clamp(min=1e-30))
         for name, own in peaks.items():
             ratios = own / own.median().clamp(min=1e-30)
             for sample, token in (ratios > largest).nonzero().tolist():
@@ -95,12 +112,17 @@ def find_peaks(
             largest = torch.maximum(largest, ratios)
         stream.advance(block, outputs)
         workers.leave()
-    return Peaks(largest, layers)
+    return Peaks(largest, layers, smallest)
 
 
-def _block_peaks(workers: BlockWorkers, count: int) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Largest magnitude of each token in each layer's input, fp32 [samples, tokens]; outputs."""
+def _block_peaks(
+    workers: BlockWorkers, count: int
+) -> tuple[dict[str, Tensor], Tensor | None, list[Tensor]]:
+    """Largest magnitude of each token in each layer's input, fp32 [samples, tokens]; the norms of
+    their values, likewise, None of a block that caches none; outputs.
+    """
     seen: list[dict[str, dict[int, Tensor]]] = [{} for _ in workers.devices]
+    cached: dict[int, Tensor] = {}
 
     def run(worker: int) -> list[Tensor]:
         now = [0]
@@ -113,8 +135,12 @@ def _block_peaks(workers: BlockWorkers, count: int) -> tuple[dict[str, Tensor], 
             check_finite(peak, name)
             seen[worker].setdefault(name, {})[now[0]] = peak
 
+        def on_kv(_: Tensor, v: Tensor) -> None:
+            cached[now[0]] = v.flatten(1).float().norm(dim=1)
+
         chosen = samples_of(worker, count, len(workers))
-        return workers.block(worker).outputs(on_input=on_input, samples=chosen, begin=begin)
+        block = workers.block(worker)
+        return block.outputs(on_input=on_input, on_kv=on_kv, samples=chosen, begin=begin)
 
     outputs = in_order_of_samples(workers.each("looking for sink tokens", run), count)
     names = {name for each in seen for name in each}
@@ -122,4 +148,5 @@ def _block_peaks(workers: BlockWorkers, count: int) -> tuple[dict[str, Tensor], 
     for name in sorted(names):
         own = {sample: peak for each in seen for sample, peak in each.get(name, {}).items()}
         peaks[name] = torch.stack([own[sample].cpu() for sample in range(count)])
-    return peaks, outputs
+    values = torch.stack([cached[i].cpu() for i in range(count)]) if cached else None
+    return peaks, values, outputs

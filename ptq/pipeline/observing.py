@@ -182,9 +182,7 @@ class _Eye:
             assert self.sample is not None
             self.of.key_sums[self.sample] = k.sum(0, dtype=torch.float64).cpu()
         for role, x in (("k_cache", k), ("v_cache", v)):
-            self.statistics.observe(
-                work.block.attention, role, x, histogram=counted, first=work.block.sinks
-            )
+            self.statistics.observe(work.block.attention, role, x, histogram=counted)
 
     def on_route(self, experts: str, counts: Tensor) -> None:
         known = self.routed.get(experts)

@@ -96,13 +96,14 @@ class BlockSolver:
             What was found on the way, where the data were looked at.
         """
         keep, found = self.recipe.sinks.keep, None
+        cached = any(self.recipe.cache_of(block) is not None for block in self.plan.blocks)
         if self.artifact is not None:
             self.sinks = self.artifact.record.sink_tokens
         elif isinstance(keep, int):
             self.sinks = keep
         elif keep == "auto" and self.schedule.needs_data:
             with self.watch.phase("sinks"):
-                found = find_peaks(self.new_stream(), sequences, self.team)
+                found = find_peaks(self.new_stream(), sequences, self.team, cached=cached)
             self.sinks = found.sinks
         self.stream.sinks = self.sinks
         return found

@@ -170,8 +170,9 @@ class SinksSpec(Strict):
 
     keep: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=MOST_SINKS)] = "auto"
     """How many tokens: `auto` looks at the calibration data first, and takes those positions from
-    the first on where some input is 64 times larger than that of an ordinary token (4 at most);
-    `none` treats all tokens alike, for runtimes that know no sink tokens.
+    the first on where some input is 64 times larger than that of an ordinary token, or, where the
+    cache is quantized, a value V smaller than a third (4 at most); `none` treats all tokens alike,
+    for runtimes that know no sink tokens.
     """
 
 

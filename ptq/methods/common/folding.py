@@ -33,6 +33,8 @@ with later():
     from calibrate import replay
     from ptq.methods.common import cache, rounding
 
+FEW = 4  # channels in which a sink token may be far larger than in all others
+
 
 def fold_vector(
     vector: Tensor, scale: Tensor, dtype: torch.dtype, offset: float = 0.0
@@ -107,11 +109,16 @@ class SmoothedGroup:
         return zero.scatter_reduce(0, self.channel, absmax.double(), "amax")
 
     def protected(self, scale: Tensor) -> Tensor:
-        """Factors that leave the weights' columns room in which sink tokens are far larger.
+        """Factors that leave sink tokens room in channels in which they are far larger.
 
         Ordinary tokens may hardly use such a channel: its factor would be small, the column it
         multiplies nearly nothing beside the others of a row, and rounded to nothing. A sink token's
         output is little else than that column. It gets the range of a middling column at least.
+
+        Where inputs are scaled by token, a sink token's largest channels set its scale: beside them
+        its others have few steps or none, and all later tokens read what is wrong with it. Factors
+        of those in which it is larger than ordinary tokens grow until it is no larger there than in
+        the channel after its first `FEW`, or their columns are as large as the largest.
 
         Args:
             scale: Wanted factors [channels] fp64.
@@ -120,7 +127,15 @@ class SmoothedGroup:
             return scale
         massive = (self.sink_absmax > self.x_absmax.max()) & (self.w_absmax > 0)
         middle = (self.w_absmax * scale).median()
-        return torch.where(massive, scale.maximum(middle / self.w_absmax), scale)
+        scale = torch.where(massive, scale.maximum(middle / self.w_absmax), scale)
+        inputs = self.work.scheme_of(self.group.consumers[0]).activations
+        if inputs is None or not inputs.dynamic or len(scale) <= FEW:
+            return scale
+        sinks, columns = self.sink_absmax / scale, self.w_absmax * scale
+        excess = sinks / sinks.sort(descending=True).values[FEW]
+        grown = scale * torch.minimum(excess, columns.max() / columns).clamp(min=1.0)
+        larger = (self.sink_absmax > self.x_absmax) & (columns > 0)
+        return torch.where(larger, grown, scale)
 
     def mean_by_channel(self, values: Tensor) -> Tensor:
         """Mean over the consumers' input channels that read one source channel: fp64."""

@@ -6,7 +6,11 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from calibrate.stream import BlockStream
+from formats.checkpoint.read import Checkpoint
+from formats.scheme import ActivationSpec, LayerScheme, WeightSpec
 from kernels.numerics import dequantize, fake_quantize_activations
 from ptq.methods.common.block import replaced
 from ptq.methods.common.folding import SmoothedGroup, Trials, fold_vector, source_channel
@@ -20,7 +24,7 @@ from ptq.methods.smoothquant import (
     search_pieces,
     smoothing_scale,
 )
-from ptq.pipeline.passes import observe
+from ptq.pipeline.passes import block_work, observe
 from tests.ptq.quantizing import (
     add_outliers,
     edit_model,
@@ -120,6 +124,64 @@ def test_smoothing_preserves_the_float_function(make_model, tmp_path, family):
     vectors |= {"self_attn.v_proj.bias"} if family in ("llama", "qwen2") else set()
     vectors |= {"mlp.up_proj.bias"} if family == "llama" else set()
     assert set(work.folded) == {f"model.layers.0.{name}" for name in vectors}
+
+
+def test_sink_tokens_are_not_rounded_by_one_channel(tiny_llama, tmp_path):
+    """Rounded by token, their products err less, and those of ordinary tokens little more."""
+
+    def explode(tensors: dict[str, torch.Tensor]) -> None:
+        embedding = tensors["model.embed_tokens.weight"]
+        large = 60 * embedding.float().square().mean().sqrt().to(embedding.dtype)
+        embedding[:, 5], embedding[:, 9] = 0, large  # which ordinary tokens have elsewhere
+        embedding[7, 5], embedding[7, 9] = large / 3, 0
+        for name in "qkv":
+            tensors[f"model.layers.0.self_attn.{name}_proj.weight"][:, 5] *= 0.5
+
+    folder = edit_model(tiny_llama, tmp_path / "model", explode)
+    plan = make_plan(folder, tmp_path / "out", "a8w8_dynamic", methods=methods())
+    checkpoint = Checkpoint.open(folder)
+    stream = BlockStream(AutoConfig.from_pretrained(folder), checkpoint.tensor)
+    stream.sinks = 1
+    ids = torch.randint(8, 384, (4, 40), generator=torch.Generator().manual_seed(0))
+    ids[:, 0] = 7
+    stream.start(list(ids))
+    work = block_work(plan, checkpoint, stream.load(0))
+    rows: list[torch.Tensor] = []
+    observe(work)
+    for sample in range(4):
+        work.block.sinks = 0
+        work.block.run(sample, on_input=lambda n, x: rows.append(x) if "q_proj" in n else None)
+        work.block.sinks = 1
+    group = next(SmoothedGroup(work, g) for g in work.groups if g.kind == "attention_input")
+    wanted = smoothing_scale(group.x_absmax, group.w_absmax, 0.7)
+    wanted[5] = 1.0  # as no ordinary token has it
+    weight = work.block.linears["model.layers.0.self_attn.v_proj"].weight
+
+    def errors(scale: torch.Tensor) -> torch.Tensor:  # of a sink token's, and of all others
+        found = torch.zeros(2)
+        for x in rows:
+            own = (weight * scale.float(), x / scale.float())
+            stored, scales = per_channel(own[0])
+            seen = fake_quantize_activations(own[1], None)
+            error = (seen @ (stored.float() * scales).T - x @ weight.T).square().sum(1)
+            found += torch.stack((error[:1].sum(), error[1:].sum()))
+        return found
+
+    before, after = errors(wanted), errors(group.protected(wanted))
+    assert after[0] < before[0] / 4
+    assert after[1] < before[1] * 1.5
+    moved = group.protected(wanted) != wanted
+    assert moved[5]
+    assert group.sink_absmax is not None
+    assert (group.sink_absmax > group.x_absmax)[moved].all()
+    known = work.schemes
+    for inputs in (None, ActivationSpec()):  # weights alone, static
+        own = LayerScheme(weights=WeightSpec(), activations=inputs)
+        work.schemes = dict.fromkeys(work.targets, own)
+        assert torch.equal(group.protected(wanted), wanted)
+    work.schemes = known
+    group.sink_absmax = None
+    assert torch.equal(group.protected(wanted), wanted)
 
 
 def test_smoothing_bounds_inputs_as_predicted(tiny_llama, tmp_path):

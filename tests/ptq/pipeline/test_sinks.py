@@ -105,6 +105,15 @@ def test_one_token_is_found_and_left_out_of_what_all_others_show(both):
     assert seen.peak_position == 0
 
 
+def test_ranges_of_the_cache_hold_their_keys_and_values(both):
+    """A GPU reads them in the cache's format."""
+    kept, shared = (Artifact.load(both[k].checkpoint.parent).statistics for k in ("auto", "none"))
+    for role in ("k_cache", "v_cache"):
+        own, theirs = (found["model.layers.1.self_attn", role] for found in (kept, shared))
+        assert own.tokens == 8 * 64
+        assert torch.equal(own.channel_absmax, theirs.channel_absmax)
+
+
 def test_static_int8_holds_where_it_did_not(sink_model, tmp_path):
     """Without smoothing, which takes the one channel of this model as it takes no real one's."""
     kept, shared = (
