@@ -337,8 +337,10 @@ class DecoderBlock:
             if on_product is not None:
                 for name, linear in self.linears.items():
 
-                    def ran(_: nn.Module, args: Any, out: Tensor, name: str = name) -> None:
-                        on_product(name, args[0].flatten(0, -2)[first:], out.flatten(0, -2)[first:])
+                    def ran(_: nn.Module, args: Any, out: Any, name: str = name) -> None:
+                        if isinstance(out, Tensor):  # not a router's choice
+                            x, y = args[0].flatten(0, -2), out.flatten(0, -2)
+                            on_product(name, x[first:], y[first:])
 
                     stack.callback(linear.register_forward_hook(ran).remove)
             observed = on_input is not None or on_product is not None

@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 
 from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
 from formats.namespace import later
-from formats.scheme import LayerScheme
+from formats.scheme import ActivationSpec, LayerScheme
 from ptq.methods.common.folding import SmoothedGroup, Trials
 from ptq.methods.common.migration import Choice, Migration
 from ptq.methods.common.spec import (
@@ -104,11 +104,19 @@ class SmoothQuantSpec(MethodSpec):
         """Smooths the groups of a block."""
         return SmoothQuant(self)
 
+    @property
+    def of_static(self) -> str:
+        """What becomes of static inputs that cost too much, where `by_token` is set."""
+        return f"inputs go by token where a static scale costs {self.by_token:g} times their error"
+
     def explain(
         self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
     ) -> Iterator[str]:
         """Which factors the layer takes or gives."""
-        return smoothing_lines(self.name, layer, self.targets, groups)
+        yield from smoothing_lines(self.name, layer, self.targets, groups)
+        smoothed = any(layer in g.consumers and g.kind in self.targets for g in groups)
+        if smoothed and self.by_token is not None and scheme.activations == ActivationSpec():
+            yield f"{self.name}: {self.of_static}"
 
     def memory(self, block: BlockSizes) -> int:
         """Outputs of the searched samples, and one group's weights once more."""

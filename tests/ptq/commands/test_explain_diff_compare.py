@@ -20,13 +20,14 @@ def test_explain_tells_every_step(capsys):
     assert explain.main([str(RECIPES / "a8w8c8.yaml"), "--module", "layers.1."]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = lines.index("model.layers.1.mlp.up_proj  768 x 256")
-    assert lines[start + 1 : start + 6] == [
+    assert lines[start + 1 : start + 7] == [
         "  1. smoothquant: its columns take factors that "
         "model.layers.1.post_attention_layernorm is divided by",
         "  2. smoothquant: its rows are divided by factors that down_proj takes",
-        "  3. rtn: rounded to the nearest, scales by absmax",
-        "  4. input scale by absmax of what it sees, shared by model.layers.1.mlp.gate_up_proj",
-        "  5. stored as int8 weights per_channel, static int8 inputs per_tensor",
+        "  3. smoothquant: inputs go by token where a static scale costs 1.25 times their error",
+        "  4. rtn: rounded to the nearest, scales by absmax",
+        "  5. input scale by absmax of what it sees, shared by model.layers.1.mlp.gate_up_proj",
+        "  6. stored as int8 weights per_channel, static int8 inputs per_tensor",
     ]
     assert lines[-1] == "  1. K (after RoPE) and V: int8 per_head, static scales by absmax"
     assert all(".1." in line for line in lines if not line.startswith(" "))
