@@ -213,7 +213,16 @@ def _of_family(config: ConfigFile) -> Iterator[str]:
 
 
 def _of_inputs(config: ConfigFile) -> Iterator[str]:
-    """Formats whose inputs are float here, and may be quantized there."""
+    """Scales that are not read there, and formats whose inputs are float here alone."""
+    read = [group.get("input_activations") or {} for group in _groups(config)]
+    sinks = 0 if config.own is None else config.own.sink_tokens
+    if sinks and any(inputs.get("dynamic") is False for inputs in read):
+        yield (
+            f"inputs: the first tokens of a sequence ({sinks}) have static scales of their own, "
+            "which vLLM does not read: it clips them to those of other tokens, and all later "
+            "tokens read what that does. Quantize for it with `--set sinks.keep=none`, or with "
+            "inputs scaled by token."
+        )
     formats = {group.get("format") for group in _groups(config)}
     for name, stored in BY_VLLM.items():
         if stored in formats and any(g.get("input_activations") is None for g in _groups(config)):

@@ -130,6 +130,19 @@ def test_a_float_model_and_one_without_our_cache_need_no_word(
     )
 
 
+@pytest.mark.parametrize("scheme", ["a8w8", "a8w8_dynamic"])
+def test_scales_of_sink_tokens_that_it_does_not_read_are_told(
+    tiny_llama, make_quantized, tmp_path, scheme
+):
+    def keep(config: dict) -> None:
+        config["ptq"]["sink_tokens"] = 1
+
+    found = check_vllm(
+        changed(make_quantized(tiny_llama, scheme), tmp_path / "own", keep), Shards()
+    )
+    assert ["sinks.keep=none" in note for note in found] == [True] * (scheme == "a8w8")
+
+
 def test_what_the_cache_costs_is_told_by_the_runs_report(a8w8c8):
     cache, accuracy, memory = check_vllm(a8w8c8, Shards())
     assert "(static c8), but one of 16 bits: a token takes 2 times the memory" in cache
