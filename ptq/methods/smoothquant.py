@@ -105,8 +105,10 @@ class SmoothQuantSpec(MethodSpec):
         return SmoothQuant(self)
 
     @property
-    def of_static(self) -> str:
-        """What becomes of static inputs that cost too much, where `by_token` is set."""
+    def of_static(self) -> str | None:
+        """Scales by token, where `by_token` is set."""
+        if self.by_token is None:
+            return None
         return f"inputs go by token where a static scale costs {self.by_token:g} times their error"
 
     def explain(
@@ -115,7 +117,7 @@ class SmoothQuantSpec(MethodSpec):
         """Which factors the layer takes or gives."""
         yield from smoothing_lines(self.name, layer, self.targets, groups)
         smoothed = any(layer in g.consumers and g.kind in self.targets for g in groups)
-        if smoothed and self.by_token is not None and scheme.activations == ActivationSpec():
+        if smoothed and self.of_static and scheme.activations == ActivationSpec():
             yield f"{self.name}: {self.of_static}"
 
     def memory(self, block: BlockSizes) -> int:

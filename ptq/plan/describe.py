@@ -15,7 +15,6 @@ from formats.errors import RequestError
 from formats.families.names import any_expert, expert_of, split_name
 from formats.memory import rss_bytes
 from formats.published.known import is_turned
-from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.output import is_taken
 from ptq.plan.modules import HEAD_STAGES, ModulePlan
 from ptq.plan.plan import Plan
@@ -55,9 +54,8 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
         yield "  the checkpoint opens here alone: to transformers its layers are not linear ones"
     if plan.smoothing:
         yield f"  smoothed inputs: {', '.join(dict.fromkeys(g.kind for g in plan.smoothing))}"
-        by_token = [m for m in recipe.methods if isinstance(m, SmoothQuantSpec) and m.by_token]
-        if by_token and any(scheme.static_input for scheme in plan.schemes.values()):
-            yield f"  {by_token[0].of_static}"
+        if any(scheme.static_input for scheme in plan.schemes.values()):
+            yield from (f"  {method.of_static}" for method in recipe.methods if method.of_static)
     if plan.family is None and (plan.smoothing or plan.left):
         yield from (f"  found on the blocks: {line}" for line in _found_groups(plan))
         yield from (f"  left alone: {line}" for line in plan.left)

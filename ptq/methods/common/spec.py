@@ -112,6 +112,11 @@ class MethodSpec(Strict):
     unmovable: ClassVar[str | None] = None
 
     @property
+    def of_static(self) -> str | None:
+        """What becomes of static inputs that cost too much; None where they stay."""
+        return None
+
+    @property
     def smooths(self) -> tuple[SmoothingKind, ...]:
         """Kinds of smoothing groups whose factors it chooses."""
         return ()
