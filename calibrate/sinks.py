@@ -102,8 +102,8 @@ def find_peaks(
     for index in range(len(stream.blocks)):
         block = stream.load(index, index + 1)
         workers.take(block)
-        peaks, values, outputs = _block_peaks(workers, len(starts))
-        if values is not None and cached:
+        peaks, values, outputs = _block_peaks(workers, len(starts), cached=cached)
+        if values is not None:
             smallest = torch.minimum(smallest, values / values.median().clamp(min=1e-30))
         for name, own in peaks.items():
             ratios = own / own.median().clamp(min=1e-30)
@@ -116,13 +116,13 @@ def find_peaks(
 
 
 def _block_peaks(
-    workers: BlockWorkers, count: int
+    workers: BlockWorkers, count: int, *, cached: bool
 ) -> tuple[dict[str, Tensor], Tensor | None, list[Tensor]]:
     """Largest magnitude of each token in each layer's input, fp32 [samples, tokens]; the norms of
-    their values, likewise, None of a block that caches none; outputs.
+    their values, likewise, None where they are not asked for or the block caches none; outputs.
     """
     seen: list[dict[str, dict[int, Tensor]]] = [{} for _ in workers.devices]
-    cached: dict[int, Tensor] = {}
+    norms: dict[int, Tensor] = {}
 
     def run(worker: int) -> list[Tensor]:
         now = [0]
@@ -136,11 +136,12 @@ def _block_peaks(
             seen[worker].setdefault(name, {})[now[0]] = peak
 
         def on_kv(_: Tensor, v: Tensor) -> None:
-            cached[now[0]] = v.flatten(1).float().norm(dim=1)
+            norms[now[0]] = v.flatten(1).float().norm(dim=1)
 
         chosen = samples_of(worker, count, len(workers))
         block = workers.block(worker)
-        return block.outputs(on_input=on_input, on_kv=on_kv, samples=chosen, begin=begin)
+        show = on_kv if cached else None
+        return block.outputs(on_input=on_input, on_kv=show, samples=chosen, begin=begin)
 
     outputs = in_order_of_samples(workers.each("looking for sink tokens", run), count)
     names = {name for each in seen for name in each}
@@ -148,5 +149,5 @@ def _block_peaks(
     for name in sorted(names):
         own = {sample: peak for each in seen for sample, peak in each.get(name, {}).items()}
         peaks[name] = torch.stack([own[sample].cpu() for sample in range(count)])
-    values = torch.stack([cached[i].cpu() for i in range(count)]) if cached else None
+    values = torch.stack([norms[i].cpu() for i in range(count)]) if norms else None
     return peaks, values, outputs

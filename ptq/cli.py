@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Sequence
 
@@ -86,8 +85,4 @@ def dispatch(argv: Sequence[str] | None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the console command `ptq`; errors are printed and give exit code 2."""
-    try:
-        return run_command(dispatch, argv)
-    finally:
-        if argv is None:  # the process ends: to look through all that is alive takes a second
-            gc.freeze()
+    return run_command(dispatch, argv)

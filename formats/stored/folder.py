@@ -55,7 +55,7 @@ class OwnPart(CacheSchemes):
 
     Attributes:
         sink_tokens: Tokens at the beginning of every sequence that are quantized apart: their rows
-            have static input scales of their own, their K and V stay in float.
+            have static input scales of their own, their K and V stay in float on a CPU.
     """
 
     sink_tokens: Annotated[int, Field(ge=0, le=MOST_SINKS)] = 0

@@ -105,7 +105,7 @@ class SmoothQuantSpec(MethodSpec):
         return SmoothQuant(self)
 
     @property
-    def of_static(self) -> str | None:
+    def static_inputs_note(self) -> str | None:
         """Scales by token, where `by_token` is set."""
         if self.by_token is None:
             return None
@@ -117,8 +117,8 @@ class SmoothQuantSpec(MethodSpec):
         """Which factors the layer takes or gives."""
         yield from smoothing_lines(self.name, layer, self.targets, groups)
         smoothed = any(layer in g.consumers and g.kind in self.targets for g in groups)
-        if smoothed and self.of_static and scheme.activations == ActivationSpec():
-            yield f"{self.name}: {self.of_static}"
+        if smoothed and self.static_inputs_note and scheme.activations == ActivationSpec():
+            yield f"{self.name}: {self.static_inputs_note}"
 
     def memory(self, block: BlockSizes) -> int:
         """Outputs of the searched samples, and one group's weights once more."""

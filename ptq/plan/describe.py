@@ -55,7 +55,11 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
     if plan.smoothing:
         yield f"  smoothed inputs: {', '.join(dict.fromkeys(g.kind for g in plan.smoothing))}"
         if any(scheme.static_input for scheme in plan.schemes.values()):
-            yield from (f"  {method.of_static}" for method in recipe.methods if method.of_static)
+            yield from (
+                f"  {method.static_inputs_note}"
+                for method in recipe.methods
+                if method.static_inputs_note
+            )
     if plan.family is None and (plan.smoothing or plan.left):
         yield from (f"  found on the blocks: {line}" for line in _found_groups(plan))
         yield from (f"  left alone: {line}" for line in plan.left)

@@ -45,7 +45,9 @@ def test_logits_and_tokens_are_those_of_the_cpu(tmp_path, kind, caplog):
     graphs where the code asks nothing of the host."""
     try:
         folder = write_small(kind, tmp_path)
-    except StrictDataclassError as error:  # 5.17 that of zamba2's layers
+    except StrictDataclassError as error:
+        if kind != "zamba2":  # of whose layers transformers 5.17 knows nothing
+            raise
         pytest.skip(f"this transformers refuses the configuration: {error}")
     exact, engine = engine_of(folder, "cpu"), engine_of(folder)
     experts = has_experts(engine)

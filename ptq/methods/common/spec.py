@@ -112,8 +112,8 @@ class MethodSpec(Strict):
     unmovable: ClassVar[str | None] = None
 
     @property
-    def of_static(self) -> str | None:
-        """What becomes of static inputs that cost too much; None where they stay."""
+    def static_inputs_note(self) -> str | None:
+        """For `ptq check`: what becomes of static inputs that cost too much; None: they stay."""
         return None
 
     @property
