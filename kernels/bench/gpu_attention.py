@@ -77,6 +77,7 @@ LLAMA = Kind()
 KINDS = (
     Kind("gemma 3", 8, 4, 256),
     Kind("gemma 3 window", 8, 4, 256, window=1024),
+    Kind("gemma 4", 8, 1, 512),
     Kind("gemma 2", 16, 8, 256, softcap=50.0),
     Kind("phi 3 mini", 32, 32, 96),
     Kind("gpt-oss", 64, 8, 64, sinks=True),

@@ -12,6 +12,7 @@ from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.transformers_code.model import CodeModel
 from tests.families import distance
+from tests.gemma4 import write_wide
 from tests.inference.transformers_code.test_transformers_code import KINDS, SMALL, ids_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,6 +37,17 @@ def test_logits_are_those_of_the_cpu(make_model, kind, caplog):
     engine.check_integrity()
     assert all(len(output.token_ids) == 24 for output in outputs)
     assert ("no CUDA graph holds" in caplog.text) == (kind in WITHOUT_GRAPHS)
+
+
+def test_heads_of_512_beside_others(tmp_path):
+    """Those of Gemma 4's global layers: a few chunks, then graphs of next tokens."""
+    folder, ids = write_wide(tmp_path / "float", 512), ids_of(150).tolist()
+    engine = engine_of(folder)
+    assert distance(engine.score(ids).cpu(), engine_of(folder, "cpu").score(ids)) < 0.06
+    engine.warm_up()
+    outputs = engine.generate([ids[:n] for n in (5, 33, 17, 40)], GREEDY)
+    engine.check_integrity()
+    assert all(len(output.token_ids) == 24 for output in outputs)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "opt", "stablelm"])

@@ -136,12 +136,12 @@ CHANGES = ("softcap", "sinks", "alibi", "softcap and sinks")
     ("storage", "kind"),
     [("int8", "head"), ("int8", "token"), ("float8_e4m3fn", "channel"), ("bfloat16", "none")],
 )
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("change", CHANGES)
 def test_attention_of_changed_logits(storage, kind, dim, change, workspace):
     torch.manual_seed(0)
     heads, group = 4, 4
-    more = {"sliding_window": 100 if dim == 256 else None}
+    more = {"sliding_window": 100 if dim >= 256 else None}
     if "softcap" in change:
         more["softcap"] = 5.0
     if "sinks" in change:
@@ -163,15 +163,15 @@ def test_attention_of_changed_logits(storage, kind, dim, change, workspace):
 
     inputs = replace(inputs, query_start=starts)
     wanted = twins.prefill_attention(q, inputs)
-    tokens, warps = (64, 8) if dim <= 128 else (32, 8)
-    for tile, decodes in ((None, 2), (PrefillTile(64, tokens, warps, 3), 0)):
+    tokens, stages = 64 if dim <= 128 else 32, 3 if dim <= 256 else 1
+    for tile, decodes in ((None, 2), (PrefillTile(64, tokens, 8, stages), 0)):
         got = prefill_attention(q, inputs, workspace, decodes, tile=tile)
         assert draw.relative(got, wanted) < 4e-3, tile
 
 
 @pytest.mark.parametrize(
     ("storage", "kind", "dim"),
-    [("int8", "head", 128), ("int8", "token", 256), ("bfloat16", "none", 128)],
+    [("int8", "head", 128), ("int8", "token", 512), ("bfloat16", "none", 256)],
 )
 def test_few_tokens_behind_many_share_their_pages(storage, kind, dim, workspace):
     from kernels.triton.tuning import prefill_tile
@@ -242,7 +242,7 @@ def test_norms_of_whole_projections_and_bounded_logits():
     )
 
 
-@pytest.mark.parametrize("dim", [80, 96, 256])
+@pytest.mark.parametrize("dim", [80, 96, 256, 512])
 @pytest.mark.parametrize("tokens", [5, 400])
 def test_cache_write_of_other_heads(dim, tokens):
     """Queries that grow with their position, too."""

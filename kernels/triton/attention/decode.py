@@ -277,14 +277,14 @@ def _launch(
 
         if run_gluon("decode attention", launch):
             return
-    stages = split.stages or 3
+    stages = split.stages or (3 if wide <= 256 else 1)
     decode_kernel[(split.programs(pages), heads, sequences)](
         q, pool.k, pool.v, inputs.block_tables, inputs.context_len, pool.k_scale, pool.v_scale,
         out, out_scale, workspace.parts, workspace.arrivals, inputs.softmax_scale, window, width,
         inputs.softcap, inputs.sinks, inputs.alibi, HEADS=heads, GROUP=group, PADDED=padded,
         DIM=dim, WIDE=wide, SPLITS=split.splits, LEAST=split.least, SCALES=kind,
-        STAGES=stages, num_warps=4, num_stages=stages, METADATA_READY=metadata_ready,
-        enable_fp_fusion=True, **overlap(early=False),
+        STAGES=stages, num_warps=8 if wide > 256 else 4, num_stages=stages,
+        METADATA_READY=metadata_ready, enable_fp_fusion=True, **overlap(early=False),
     )  # fmt: skip
 
 

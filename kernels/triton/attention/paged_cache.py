@@ -27,7 +27,7 @@ from kernels.packed_cache import channels
 from kernels.triton.common import eight_bits_to_fp16, has_e4m3, quantize, require
 
 UNLIMITED = 1 << 30  # positions that no sliding window ends
-LARGEST_HEAD = 256  # of multiples of 16
+LARGEST_HEAD = 512  # of multiples of 16
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 PACKED = torch.uint8  # int4, two numbers a byte
 TYPES = (*QUANTIZED, torch.bfloat16, torch.float16)

@@ -7,6 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+import kernels.triton.reference as twins
+from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.packed_cache import pack_halves
+from kernels.triton.attention.decode import decode_attention
+from kernels.triton.attention.prefill import prefill_attention
+from kernels.triton.attention.rope_cache import rope_write
+from kernels.triton.common import Workspace
+from kernels.triton.tuning import KVSplit, PrefillTile
 from tests.kernels.triton_lab import interpreted
 
 PAGES = 12
@@ -21,8 +29,6 @@ LENGTHS = (1, 65, 0, 200, 128)
 
 def make_inputs(storage: str, dims: int, heads: int, dim: int, **rest):
     """Random pages with scales of so many dimensions; NaN scales of tokens where no token is."""
-    from kernels.attention_inputs import AttentionInputs, KVPool
-
     generator = torch.Generator().manual_seed(0)
     shape = (PAGES, heads, 64, dim)
     pools = [torch.randint(-127, 128, shape, generator=generator).float() for _ in "kv"]
@@ -56,8 +62,6 @@ def make_inputs(storage: str, dims: int, heads: int, dim: int, **rest):
 
 def pages_of(storage, k, v):
     """K, channels last, and V, tokens last, as they are stored."""
-    from kernels.packed_cache import pack_halves
-
     if "4" not in storage:
         return [x.to(STORAGE[storage]) for x in (k, v)]
     packed = pack_halves(v.transpose(2, 3).to(torch.int8)).transpose(2, 3).contiguous()
@@ -67,27 +71,16 @@ def pages_of(storage, k, v):
 @pytest.mark.parametrize(
     ("storage", "dims", "shape"),
     [
-        ("int4", 1, (4, 2, 32, None, 1)),
-        ("int4", 2, (4, 2, 48, 70, 2)),
-        ("int4", 3, (3, 1, 80, None, 3)),
-        ("k8v4", 3, (4, 1, 96, None, 2)),
-        ("k8v4", 1, (2, 1, 16, None, 2)),
-        ("int8", 1, (4, 2, 32, None, 1)),
-        ("int8", 2, (9, 1, 16, None, 3)),
-        ("int8", 3, (3, 3, 16, 70, 2)),
-        ("fp8", 1, (2, 1, 16, 64, 2)),
-        ("fp8", 3, (4, 1, 16, None, 3)),
-        ("fp16", 0, (3, 1, 16, 70, 2)),
-        ("bf16", 0, (4, 2, 32, None, 3)),
+        ("int4", 1, (4, 2, 32, None, 1)), ("int4", 2, (4, 2, 48, 70, 2)),
+        ("int4", 3, (3, 1, 80, None, 3)), ("k8v4", 3, (4, 1, 96, None, 2)),
+        ("k8v4", 1, (2, 1, 16, None, 2)), ("int8", 1, (4, 2, 32, None, 1)),
+        ("int8", 2, (9, 1, 16, None, 3)), ("int8", 3, (3, 3, 16, 70, 2)),
+        ("fp8", 1, (2, 1, 16, 64, 2)), ("fp8", 3, (4, 1, 16, None, 3)),
+        ("fp16", 0, (3, 1, 16, 70, 2)), ("bf16", 0, (4, 2, 32, None, 3)),
     ],
-)
+)  # fmt: skip
 @interpreted
 def test_decode_attention(storage, dims, shape):
-    import kernels.triton.reference as twins
-    from kernels.triton.attention.decode import decode_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import KVSplit
-
     q_heads, heads, dim, window, splits = shape
     inputs = make_inputs(storage, dims, heads, dim, sliding_window=window)
     workspace = Workspace.on("cpu", 1 << 16, 64)
@@ -105,6 +98,7 @@ SINKS = torch.tensor([3.0, -2.0, 0.5, 30.0])
     ("storage", "dims", "shape", "changes"),
     [
         ("int8", 1, (4, 2, 256, None), {"softcap": 2.0}),
+        ("int4", 3, (4, 1, 512, 70), {"sinks": SINKS}),
         ("int8", 3, (4, 1, 16, 70), {"softcap": 5.0, "sinks": SINKS}),
         ("fp16", 0, (4, 2, 96, 70), {"sinks": SINKS, "softmax_scale": 0.31}),
         ("fp8", 3, (4, 4, 80, None), {"alibi": 2.0 ** -torch.arange(1, 5)}),
@@ -114,12 +108,6 @@ SINKS = torch.tensor([3.0, -2.0, 0.5, 30.0])
 @interpreted
 def test_attention_of_heads_of_any_size_whose_logits_are_changed(storage, dims, shape, changes):
     """Bounded, biased or beside a sink, of which a run that is added to others has none."""
-    import kernels.triton.reference as twins
-    from kernels.triton.attention.decode import decode_attention
-    from kernels.triton.attention.prefill import prefill_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import KVSplit, PrefillTile
-
     q_heads, heads, dim, window = shape
     inputs = make_inputs(storage, dims, heads, dim, sliding_window=window, **changes)
     workspace = Workspace.on("cpu", 1 << 17, 64)
@@ -139,11 +127,6 @@ def test_attention_of_heads_of_any_size_whose_logits_are_changed(storage, dims, 
 
 @interpreted
 def test_sequences_that_are_not_split_need_no_workspace():
-    import kernels.triton.reference as twins
-    from kernels.triton.attention.decode import decode_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import KVSplit
-
     inputs = make_inputs("int8", 1, 2, 16)
     q = torch.randn(len(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(1))
     got = decode_attention(q, inputs, Workspace.on("cpu", 0, 0), split=KVSplit(4, 1))
@@ -154,11 +137,6 @@ def test_sequences_that_are_not_split_need_no_workspace():
 @interpreted
 def test_runs_have_as_many_pages_as_the_split_says_at_least(window):
     """A sequence of no more is not cut: its bits are those of one run."""
-    import kernels.triton.reference as twins
-    from kernels.triton.attention.decode import decode_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import KVSplit
-
     inputs = make_inputs("int8", 1, 2, 16, sliding_window=window)
     workspace = Workspace.on("cpu", 1 << 16, 64)
     q = torch.randn(len(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(1))
@@ -180,11 +158,6 @@ def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("splits", [1, 3])
 @interpreted
 def test_decode_attention_quantizes_its_result(splits):
-    import kernels.triton.reference as twins
-    from kernels.triton.attention.decode import decode_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import KVSplit
-
     inputs, workspace = make_inputs("int8", 1, 2, 32), Workspace.on("cpu", 1 << 16, 64)
     q = torch.randn(len(LENGTHS), 4, 32, generator=torch.Generator().manual_seed(1))
     scale, more = torch.tensor([0.011]), {"split": KVSplit(4, splits), "out_dtype": torch.int8}
@@ -198,23 +171,14 @@ def test_decode_attention_quantizes_its_result(splits):
 @pytest.mark.parametrize(
     ("storage", "dims", "shape"),
     [
-        ("int8", 1, (4, 1, 16, None, 0, 64)),
-        ("int8", 2, (3, 1, 16, None, 0, 32)),
-        ("int4", 1, (4, 1, 16, None, 1, 64)),
-        ("int4", 3, (4, 1, 96, 70, 1, 32)),
-        ("k8v4", 3, (4, 1, 48, None, 0, 64)),
-        ("int8", 3, (4, 2, 16, 70, 1, 64)),
-        ("fp8", 3, (2, 1, 16, None, 1, 64)),
-        ("bf16", 0, (2, 1, 32, None, 0, 64)),
+        ("int8", 1, (4, 1, 16, None, 0, 64)), ("int8", 2, (3, 1, 16, None, 0, 32)),
+        ("int4", 1, (4, 1, 16, None, 1, 64)), ("int4", 3, (4, 1, 96, 70, 1, 32)),
+        ("k8v4", 3, (4, 1, 48, None, 0, 64)), ("int8", 3, (4, 2, 16, 70, 1, 64)),
+        ("fp8", 3, (2, 1, 16, None, 1, 64)), ("bf16", 0, (2, 1, 32, None, 0, 64)),
     ],
-)
+)  # fmt: skip
 @interpreted
 def test_prefill_attention(storage, dims, shape):
-    import kernels.triton.reference as twins
-    from kernels.triton.attention.prefill import prefill_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import PrefillTile
-
     q_heads, heads, dim, window, decodes, tokens = shape
     workspace = Workspace.on("cpu", 1 << 16, 64)
     starts = torch.tensor([0, 1, 34, 34, 100, 105]).int()  # lengths 1, 65, 0, 200, 128
@@ -232,12 +196,6 @@ def test_prefill_attention(storage, dims, shape):
 @interpreted
 def test_few_tokens_behind_many_share_their_pages(storage, dims, window, changes):
     """In runs of 1024 tokens or more, which the last program of a tile adds up."""
-    import kernels.triton.reference as twins
-    from kernels.attention_inputs import AttentionInputs, KVPool
-    from kernels.triton.attention.prefill import prefill_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import PrefillTile
-
     small = make_inputs(storage, dims, 1, 16).pool
     tables = torch.randint(PAGES, (2, 24), generator=torch.Generator().manual_seed(2)).int()
     scales = [s.nan_to_num(0.02) for s in (small.k_scale, small.v_scale)]
@@ -258,10 +216,6 @@ def test_few_tokens_behind_many_share_their_pages(storage, dims, window, changes
 
 @interpreted
 def test_prefill_attention_quantizes_and_refuses():
-    import kernels.triton.reference as twins
-    from kernels.triton.attention.prefill import prefill_attention
-    from kernels.triton.common import Workspace
-
     workspace, starts = Workspace.on("cpu", 1, 1), torch.tensor([0, 1, 5, 5, 5, 5])
     inputs = make_inputs("int8", 1, 1, 16, query_start=starts)
     q = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(1))
@@ -283,10 +237,6 @@ def test_prefill_attention_quantizes_and_refuses():
 
 @interpreted
 def test_attention_refuses_what_does_not_fit():
-    from kernels.triton.attention.decode import decode_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import KVSplit
-
     inputs = make_inputs("int8", 1, 2, 32)
     pool, k, v = inputs.pool, inputs.pool.k, inputs.pool.v
     q, workspace = torch.randn(len(LENGTHS), 4, 32), Workspace.on("cpu", 100, 1)
@@ -351,10 +301,6 @@ def slots_of(tokens: int, kind: str) -> torch.Tensor:
 )
 @interpreted
 def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
-    import kernels.triton.reference as twins
-    from kernels.attention_inputs import KVPool
-    from kernels.triton.attention.rope_cache import rope_write
-
     heads, generator, packed = 2, torch.Generator().manual_seed(2), "4" in storage
     joint = torch.randn(tokens, 8, dim, generator=generator).half()
     q, k, v = joint.split([4, heads, heads], dim=1)
@@ -400,9 +346,6 @@ def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
 
 @interpreted
 def test_cache_write_refuses_what_does_not_fit():
-    from kernels.attention_inputs import KVPool
-    from kernels.triton.attention.rope_cache import rope_write
-
     x, angle, slots = torch.zeros(3, 6, 16), torch.zeros(3, 16), torch.zeros(3, dtype=torch.int32)
     pages = [torch.zeros(1, 2, *s, dtype=torch.int8) for s in ((64, 16), (16, 64))]
     pool = KVPool(*pages, torch.ones(2), torch.ones(2))
