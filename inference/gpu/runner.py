@@ -15,6 +15,7 @@ Without, the same tensors go through the same kernels one by one: the tokens are
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ from inference.gpu.sizes import (
     WholeSize,
     decodes_of,
     drafts_of,
+    most_tokens,
     padded_sizes,
     size_of,
     whole_size,
@@ -232,6 +234,8 @@ class GpuRunner:
         self._device, self._on_gpu = device, device.type == "cuda"
         places = len(batch.names)
         self._graphs = graphs and self._on_gpu and self._asks_nothing(decodes_of(places - 1))
+        alone = self._graphs and ranks is None
+        self._most = most_tokens(model.weight_bytes / max(1, len(pools)) if alone else math.inf)
         self._tokens = torch.zeros(places, dtype=torch.int64, device=self._device)
         self._blocks = HostBlocks(pinned=self._on_gpu)
         self._edits = EditTables(batch, device, pinned=self._on_gpu)
@@ -412,7 +416,7 @@ class GpuRunner:
 
     def _size(self, work: Work, rows: Work) -> Size | WholeSize:
         """The size that a step runs in, of work and what `row_by_row` gives of it."""
-        size = size_of(rows)
+        size = size_of(rows, self._most)
         if size is None:
             return whole_size(rows)
         if size.prompts and (self._invariant or not self._asks_nothing(size)):

@@ -165,11 +165,12 @@ def kv_split(
     number of dimensions of the cache's scales, 0 for 16 bits; `packed` says that V is int4, whose
     pages are on their way in registers two deep: 8 warps are what an SM holds. Heads of more than
     128 channels go by the rule: their pages are twice as large, and fewer programs fit on an SM; of
-    more than 256, where a page of K and of V in 16 bits take 128 kB, one with nothing on its way.
+    more than 256, where a page of K and of V in 16 bits take 128 kB, one, of two pages or more.
     """
     if dim > 256:
-        splits = max(1, min(multiprocessors(device) // (sequences * heads), pages, 64))
-        return KVSplit(8, splits, 2 if scales else 1)
+        splits = min(multiprocessors(device) // (sequences * heads), -(-pages // 2), 64)
+        stages = 1 if shared_memory(device) < 200_000 else 3 if scales else 2
+        return KVSplit(8, max(1, splits), stages)
     if dim > 128:
         wanted = (4 if scales else 3) * multiprocessors(device)
         splits = max(1, min(wanted // (sequences * heads), -(-pages // 2), 64))
@@ -217,9 +218,10 @@ def prefill_rule(share: float, dim: int, scales: int, capability: int) -> Prefil
     of 16 bits always, of 8 bits in heads of 64 up to about a thousand rows an SM, there with no
     page on its way while another one is converted.
     """
-    if dim > 256:  # the queries alone fill what smaller GPUs have of shared memory
-        large = capability in (80, 90, 100, 103)
-        return PrefillTile(64, 32, 8, 2 if scales else 1) if large else PrefillTile(32, 16, 8, 1)
+    if dim > 256:  # 64 queries alone fill most of what smaller GPUs have of shared memory
+        if 90 <= capability < 120:
+            return PrefillTile(64, 64, 8, 1) if scales else PrefillTile(64, 32, 8, 2)
+        return PrefillTile(64, 32, 8, 1) if capability == 80 else PrefillTile(32, 16, 8, 1)
     if dim > 128:
         return PrefillTile(64, 32, 8, 3)
     hopper = 90 <= capability < 100

@@ -15,6 +15,7 @@ from inference.gpu.sizes import (
     PROMPTS,
     Size,
     decodes_of,
+    most_tokens,
     padded_sizes,
     size_of,
     whole_size,
@@ -62,16 +63,10 @@ def written(work: Work, size) -> dict[str, list]:
 @pytest.mark.parametrize(
     ("singles", "counts"),
     [
-        (1, []),
-        (5, []),
-        (0, [7]),
-        (0, [16]),
-        (3, [40, 2]),
-        (4, [2] * PROMPTS),
-        (1, [200, 100, 33]),
-        (3, [5] * 20),
+        (1, []), (5, []), (0, [7]), (0, [16]), (3, [40, 2]), (4, [2] * PROMPTS),
+        (1, [200, 100, 33]), (3, [5] * 20),
     ],
-)
+)  # fmt: skip
 def test_tokens_stand_where_they_do_without_padding(singles, counts):
     work = some_work(singles, counts, len(counts))
     size = size_of(work)
@@ -128,6 +123,12 @@ def test_sizes():
         (d, t) for d in (0, 16) for t in (128, 192, 256, 384)
     }
     assert max(size.tokens for size in padded_sizes(1, 10**6)) == MOST_TOKENS
+
+
+def test_small_layers_are_worth_larger_graphs():
+    """Those of SmolLM2-135M, of 1 B, and of 8 B, in int8."""
+    assert [most_tokens(n) for n in (5e6, 7e7, 2.2e8)] == [8192, 4096, 2048]
+    assert size_of(some_work(0, [40] * 60, 0), 4096) == Size(0, MANY, 3072)
 
 
 def test_every_padded_step_is_among_the_sizes():
