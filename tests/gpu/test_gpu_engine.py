@@ -82,11 +82,16 @@ MIXTURE = {
 }
 
 
+ODD = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+ODD |= {"intermediate_size": 1536}  # SmolLM2-135M's sizes, which tiles do not divide
+
+
 def random_engine(shape: str, scheme: str, device: str = "cuda", **config) -> Engine:
     from inference.bench.random_model import RandomCheckpoint, random_tokenizer
     from inference.bench.shapes import SHAPES
 
     SHAPES["small"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
+    SHAPES["odd"] = SHAPES["small"] | ODD
     SHAPES["mixture"] = {k: v for k, v in SHAPES["small"].items() if k != "head_dim"} | MIXTURE
     checkpoint = RandomCheckpoint(shape, scheme, device, quantize_head=scheme != "float")
     plain = {"max_model_len": 1024, "max_batch_size": 16, "prefix_cache": False}  # equal runs

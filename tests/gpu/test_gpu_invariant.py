@@ -53,12 +53,14 @@ def outputs(engine: Engine, prompts: list, params: SamplingParams) -> list:
     return [(out.token_ids, out.logprobs) for out in found]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_requests_get_alone_what_they_get_in_a_crowd(scheme):
+@pytest.mark.parametrize(
+    ("shape", "scheme"), [*(("small", s) for s in SCHEMES), ("odd", "float"), ("odd", "a8w8c8")]
+)
+def test_requests_get_alone_what_they_get_in_a_crowd(shape, scheme):
     """With graphs and without, in chunks, after hits of the prefix cache and preempted."""
     prompts = [[(7 + 3 * i * j) % 4000 for j in range(1 + (61 * i) % 300)] for i in range(12)]
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
-    alone = random_engine("small", scheme, invariant=True, max_batch_size=1)
+    alone = random_engine(shape, scheme, invariant=True, max_batch_size=1)
     wanted = [outputs(alone, [prompt], params)[0] for prompt in prompts]
     del alone
     for sizes in (
@@ -66,7 +68,7 @@ def test_requests_get_alone_what_they_get_in_a_crowd(scheme):
         {"eager": True, "max_batch_size": 5},
         {"prefix_cache": True, "kv_blocks": 16, "max_model_len": 512},
     ):
-        crowd = random_engine("small", scheme, invariant=True, **sizes)
+        crowd = random_engine(shape, scheme, invariant=True, **sizes)
         for _ in range(2):
             assert outputs(crowd, prompts, params) == wanted, sizes
         if "kv_blocks" in sizes:

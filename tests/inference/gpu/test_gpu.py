@@ -2,49 +2,52 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from formats.cache_scheme import KVCacheSpec
+from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
 from inference.bench.random_model import random_checkpoint
 from inference.bench.shapes import SHAPES
+from inference.config import EngineConfig
+from inference.cpu.backend import CpuBackend
+from inference.engine import Engine
+from inference.gpu import decoder, layers, runner
+from inference.gpu.backend import TritonBackend
+from inference.gpu.runner import GpuRunner, Launched
+from inference.gpu.sizes import Size
+from inference.requests.request import SamplingParams
+from kernels.triton import common
+from kernels.triton.attention import paged_cache
+from kernels.triton.common import Workspace
+from kernels.triton.linear import dispatch
+from kernels.triton.linear.w16a16 import DenseWeight
 from tests.experts import MOE
+from tests.inference.speculate.test_wrong_drafts import InPlaceOf
 from tests.kernels.triton_lab import interpreted
 from tests.tiny_families import DEEPSEEK, TINY
 
 SCHEMES = [
-    "float",
-    "w8",
-    "w4",
-    "a8w8c8",
-    "a8w8c8_dynamic",
-    "a8w4c8",
-    "fp8_c8",
-    "fp8_block",
-    "c8_fp8",
-    "a8w4c4_two_level",
-]
-COARSE = (
-    "a8w4c4_two_level",
-    "a8w8c8",
-    "a8w4c8",
-    "fp8_c8",
-    "fp8_block",
-)  # few steps of a scale, or of e4m3's bits
+    "float", "w8", "w4", "a8w8c8", "a8w8c8_dynamic", "a8w4c8", "fp8_c8", "fp8_block", "c8_fp8",
+]  # fmt: skip
+SCHEMES += ["a8w4c4_two_level"]
+# Few steps of a scale, or of e4m3's bits.
+COARSE = ("a8w4c4_two_level", "a8w8c8", "a8w4c8", "fp8_c8", "fp8_block")
 SHAPE = SHAPES["llama-1.1b"] | {
-    "hidden_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 256,
-    "vocab_size": 384,
-    "max_position_embeddings": 512,
-}
+    "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "intermediate_size": 256, "vocab_size": 384, "max_position_embeddings": 512,
+}  # fmt: skip
 
 
 def checkpoint_of(folder: Path, scheme: str, **overrides) -> str:
@@ -55,14 +58,6 @@ def checkpoint_of(folder: Path, scheme: str, **overrides) -> str:
 
 
 def engine_of(path: str, dtype=torch.float16, *, triton: bool = True, **config):
-    from transformers import AutoTokenizer
-
-    from formats.checkpoint.read import Checkpoint
-    from inference.config import EngineConfig
-    from inference.cpu.backend import CpuBackend
-    from inference.engine import Engine
-    from inference.gpu.backend import TritonBackend
-
     on_gpu = TritonBackend(torch.device("cpu"), dtype)
     return Engine(
         Checkpoint.open(path),
@@ -100,8 +95,6 @@ def test_rows_of_sink_tokens_have_scales_of_their_own(
 
 def with_sinks(folder: Path) -> None:
     """Give a checkpoint two sink tokens, whose scales are eight times those of all others."""
-    from safetensors.torch import load_file, save_file
-
     scales = {}
     for file in folder.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
@@ -127,15 +120,9 @@ def sinks_matter(path: str):
     assert not torch.allclose(engine_of(path).score(ids)[:2], found[:2], atol=1e-3)
 
 
-def test_each_block_has_a_cache_of_its_own(tmp_path):
-    caches_of_blocks(checkpoint_of(tmp_path, "c4", num_hidden_layers=3))
-
-
 @interpreted
-def caches_of_blocks(path: str):
-    from formats.cache_scheme import KVCacheSpec
-    from formats.checkpoint.read import Checkpoint
-
+def test_each_block_has_a_cache_of_its_own(tmp_path):
+    path = checkpoint_of(tmp_path, "c4", num_hidden_layers=3)
     turned = KVCacheSpec(value_dtype="int4", granularity="per_token_head", rotate_keys=True)
     given, own = Checkpoint.kv_scheme_of, {"1": None, "2": turned}
     with pytest.MonkeyPatch.context() as patch:
@@ -154,20 +141,13 @@ def caches_of_blocks(path: str):
 
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_c8", "fp8_block"])
-def test_e4m3_before_ada_runs_dequantized(tmp_path, scheme):
-    as_on_ampere(checkpoint_of(tmp_path, scheme), scheme == "fp8_c8")
-
-
 @interpreted
-def as_on_ampere(path: str, fp8_cache: bool):
-    from inference.gpu import decoder
-    from kernels.triton import common
-    from kernels.triton.attention import paged_cache
-    from kernels.triton.linear import dispatch as linear
-
+def test_e4m3_before_ada_runs_dequantized(tmp_path, scheme):
+    path = checkpoint_of(tmp_path, scheme)
+    fp8_cache = scheme == "fp8_c8"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "capability", lambda: 80)
-        for module in (decoder, linear, paged_cache):
+        for module in (decoder, dispatch, paged_cache):
             patch.setattr(module, "has_e4m3", lambda device: False)
         if fp8_cache:
             with pytest.raises(EngineError, match="use an int8 cache"):
@@ -220,41 +200,17 @@ def held_once(path: str):
 
 @interpreted
 def compare(path: str, tolerance: float):
-    tokens = prompt(40)
+    tokens = prompt(24)
     wanted = engine_of(path, triton=False).score(tokens)
     whole = engine_of(path).score(tokens)
-    chunks = engine_of(path, max_batched_tokens=30).score(tokens)
+    chunks = engine_of(path, max_batched_tokens=18).score(tokens)
     for found in (whole, chunks):
         error = (found - wanted).norm() / wanted.norm()
         assert error < tolerance, error
 
 
-@interpreted
-def scored_where_it_runs(path: str):
-    from inference.gpu.runner import Launched
-
-    def moved(*_: object):
-        raise AssertionError("logits were brought to the host")
-
-    kept_method, Launched.logits_of = Launched.logits_of, moved
-    try:
-        _scored(path)
-    finally:
-        Launched.logits_of = kept_method
-
-
-def _scored(path: str):
-    engine = engine_of(path)
-    logits = engine.score(prompt(20))
-    kept = logits.clone()
-    engine.score(prompt(9))
-    assert torch.equal(logits, kept), "a step writes over none that were given away"
-
-
 def run(path: str, requests: list, *, eager: bool, **config) -> list:
     """Tokens and reasons of requests (prompt, parameters); all arrive at once."""
-    from inference.requests.request import SamplingParams
-
     engine = engine_of(path, eager=eager, **config)
     names = [engine.add_request(p, SamplingParams(**params)) for p, params in requests]
     found = {}
@@ -264,17 +220,21 @@ def run(path: str, requests: list, *, eager: bool, **config) -> list:
     return [(found[name].token_ids, found[name].finish_reason) for name in names]
 
 
+@interpreted
 def test_logits_of_a_text_stay_where_the_model_runs(tmp_path):
-    scored_where_it_runs(checkpoint_of(tmp_path, "float"))
-
-
-def test_what_attention_does_not_take_is_refused_at_once(tmp_path):
-    refused_at_once(checkpoint_of(tmp_path, "float", head_dim=264))
+    engine = engine_of(checkpoint_of(tmp_path, "float"))
+    moved = AssertionError("logits were brought to the host")
+    with patch.object(Launched, "logits_of", side_effect=moved):
+        logits = engine.score(prompt(20))
+        kept = logits.clone()
+        engine.score(prompt(9))
+    assert torch.equal(logits, kept), "a step writes over none that were given away"
 
 
 @interpreted
-def refused_at_once(path: str):
-    with pytest.raises(CheckpointError, match="heads of 264 .* GPUs run up to 256"):
+def test_what_attention_does_not_take_is_refused_at_once(tmp_path):
+    path = checkpoint_of(tmp_path, "float", head_dim=520)
+    with pytest.raises(CheckpointError, match="heads of 520 .* GPUs run up to 512"):
         engine_of(path)
     assert torch.isfinite(engine_of(path, triton=False).score(prompt(5))).all()
 
@@ -298,12 +258,9 @@ def runs_by_transformers_code(path: str, held: torch.dtype):
     assert (engine.score(prompt(20)) - wanted).norm() / wanted.norm() < 0.1
 
 
-def test_steps_ahead_give_the_tokens_of_steps_one_by_one(tmp_path):
-    ahead_and_eager(checkpoint_of(tmp_path, "a8w8c8"))
-
-
 @interpreted
-def ahead_and_eager(path: str):
+def test_steps_ahead_give_the_tokens_of_steps_one_by_one(tmp_path):
+    path = checkpoint_of(tmp_path, "a8w8c8")
     requests = [
         (prompt(9, 1), {"max_tokens": 5, "ignore_eos": True}),
         (prompt(70, 2), {"max_tokens": 1, "ignore_eos": True}),  # ends with its prompt
@@ -314,9 +271,8 @@ def ahead_and_eager(path: str):
     wanted = run(path, requests, eager=True)
     assert [len(tokens) for tokens, _ in wanted[:3]] == [5, 1, 7]
     assert run(path, requests, eager=False) == wanted
-    assert run(path, requests, eager=False, max_batched_tokens=16) == wanted
-    few = run(path, requests, eager=False, kv_blocks=3)  # some give way and start over
-    assert few == wanted
+    few = {"max_batched_tokens": 16, "kv_blocks": 3}  # some give way and start over
+    assert run(path, requests, eager=False, **few) == wanted
     stop = wanted[0][0][2]  # found out when a step more is on its way
     requests[0][1]["stop_token_ids"] = (stop,)
     found = run(path, requests, eager=False)
@@ -325,14 +281,9 @@ def ahead_and_eager(path: str):
     assert found[1:] == wanted[1:]
 
 
-def test_what_needs_logits_is_chosen_on_the_host(tmp_path):
-    on_the_host(checkpoint_of(tmp_path, "float"))
-
-
 @interpreted
-def on_the_host(path: str):
-    from inference.requests.request import SamplingParams
-
+def test_what_needs_logits_is_chosen_on_the_host(tmp_path):
+    path = checkpoint_of(tmp_path, "float")
     engine, tokens = engine_of(path), prompt(9, 1)
     plain = engine.generate([tokens], SamplingParams(max_tokens=6, ignore_eos=True))[0]
     told = engine.generate(
@@ -357,15 +308,10 @@ def on_the_host(path: str):
 
 
 @pytest.mark.parametrize("scheme", ["float", "w4", "a8w8c8", "a8w8c8_dynamic"])
+@interpreted
 def test_numbers_that_are_not_finite_end_a_request(tmp_path, scheme):
     """Integers between them hide none, though the largest of a row may not see them."""
-    not_finite(checkpoint_of(tmp_path, scheme))
-
-
-@interpreted
-def not_finite(path: str):
-    from inference.requests.request import SamplingParams
-
+    path = checkpoint_of(tmp_path, scheme)
     engine, params = engine_of(path), SamplingParams(max_tokens=2, ignore_eos=True)
     engine.model.embedding[prompt(5)[4], 3] = float("nan")
     broken, other = engine.generate([prompt(5), prompt(5)[:4]], params)
@@ -376,15 +322,10 @@ def not_finite(path: str):
 
 
 @pytest.mark.parametrize("triton", [False, True])
-def test_what_a_request_that_failed_left_in_the_cache_harms_no_other(tmp_path, triton):
-    others_live(checkpoint_of(tmp_path, "float"), triton)
-
-
 @interpreted
-def others_live(path: str, triton: bool):
+def test_what_a_request_that_failed_left_in_the_cache_harms_no_other(tmp_path, triton):
     """0 times NaN is NaN: pages have room behind a sequence's last token."""
-    from inference.requests.request import SamplingParams
-
+    path = checkpoint_of(tmp_path, "float")
     engine = engine_of(path, triton=triton, kv_blocks=3, max_batched_tokens=100)
     params = SamplingParams(max_tokens=3)
     wanted = engine.generate([prompt(5)], params)[0].token_ids
@@ -401,16 +342,10 @@ def others_live(path: str, triton: bool):
     assert torch.isfinite(engine.score(prompt(5))).all()
 
 
-def test_what_a_wrong_draft_left_in_the_cache_harms_nobody(tmp_path):
-    wrong_drafts_harm_nobody(checkpoint_of(tmp_path, "float"))
-
-
 @interpreted
-def wrong_drafts_harm_nobody(path: str):
+def test_what_a_wrong_draft_left_in_the_cache_harms_nobody(tmp_path):
     """Its K and V are not finite, and lie behind the last token of the sequence that rejects it."""
-    from inference.requests.request import SamplingParams
-    from tests.inference.speculate.test_wrong_drafts import InPlaceOf
-
+    path = checkpoint_of(tmp_path, "float")
     engine = engine_of(path, kv_blocks=4)
     poison, tokens = 77, [9, 8, 7]
     params = SamplingParams(max_tokens=7, ignore_eos=True, logit_bias={poison: -100.0})
@@ -430,18 +365,9 @@ def wrong_drafts_harm_nobody(path: str):
     engine.check_integrity()
 
 
-def test_prompts_without_memory_for_a_graph_run_all_the_same(tmp_path):
-    no_memory_for_graphs(checkpoint_of(tmp_path, "w8"))
-
-
 @interpreted
-def no_memory_for_graphs(path: str):
-    import logging
-    from unittest.mock import patch
-
-    from inference.gpu.runner import GpuRunner
-    from inference.requests.request import SamplingParams
-
+def test_prompts_without_memory_for_a_graph_run_all_the_same(tmp_path):
+    path = checkpoint_of(tmp_path, "w8")
     engine, params = engine_of(path), SamplingParams(max_tokens=1)
     wanted = engine.generate([prompt(20)], params)[0].token_ids
     engine.loop.runner._graphs = True
@@ -459,17 +385,9 @@ def no_memory_for_graphs(path: str):
     engine.check_integrity()
 
 
-def test_warming_up_goes_on_without_memory_for_prompts(tmp_path):
-    warms_up_without_prompts(checkpoint_of(tmp_path, "w8"))
-
-
 @interpreted
-def warms_up_without_prompts(path: str):
-    from unittest.mock import patch
-
-    from inference.gpu.runner import GpuRunner
-    from inference.gpu.sizes import Size
-
+def test_warming_up_goes_on_without_memory_for_prompts(tmp_path):
+    path = checkpoint_of(tmp_path, "w8")
     asked: list[Size] = []
 
     def capture(self, size):
@@ -487,19 +405,9 @@ def warms_up_without_prompts(path: str):
     assert engine.loop.runner._short == {size for size in asked if size.prompts}
 
 
-def test_a_workspace_lives_as_long_as_the_engines_that_use_it(tmp_path):
-    owns_its_workspace(checkpoint_of(tmp_path, "w8"))
-
-
 @interpreted
-def owns_its_workspace(path: str):
-    import gc
-    from unittest.mock import patch
-
-    from inference.gpu import layers
-    from inference.requests.request import SamplingParams
-    from kernels.triton.common import Workspace
-
+def test_a_workspace_lives_as_long_as_the_engines_that_use_it(tmp_path):
+    path = checkpoint_of(tmp_path, "w8")
     gc.collect()  # engines of tests before
     with patch.object(Workspace, "on", wraps=Workspace.on) as make:
         first, second = engine_of(path), engine_of(path)
@@ -514,19 +422,10 @@ def owns_its_workspace(path: str):
     assert not layers._workspaces
 
 
-def test_steps_run_on_the_device_of_their_model(tmp_path):
-    on_their_device(checkpoint_of(tmp_path, "w8"))
-
-
 @interpreted
-def on_their_device(path: str):
+def test_steps_run_on_the_device_of_their_model(tmp_path):
     """Triton launches on the current one."""
-    from contextlib import contextmanager
-    from unittest.mock import patch
-
-    from inference.gpu import runner
-    from inference.requests.request import SamplingParams
-
+    path = checkpoint_of(tmp_path, "w8")
     inside: list[torch.device] = []
     run_blocks, seen = runner.run_blocks, []
 
@@ -566,11 +465,6 @@ def test_what_runs_dequantized_is_logged_in_one_line(tmp_path):
 
 @interpreted
 def are_told(path: str, count: int):
-    import logging
-
-    from kernels.triton.linear import dispatch
-    from kernels.triton.linear.w16a16 import DenseWeight
-
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -598,7 +492,5 @@ def are_told(path: str, count: int):
 
 @pytest.mark.parametrize("device", ["gpu", "mps", "cuda:99"])
 def test_devices_that_are_none_are_refused(tiny_llama, device):
-    from inference.engine import Engine
-
     with pytest.raises(EngineError, match="device: found"):
         Engine.from_pretrained(tiny_llama, device=device)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
 from inference.beam_search import BeamParams, BeamSearch
 from inference.config import EngineConfig
 from inference.gpu.backend import TritonBackend

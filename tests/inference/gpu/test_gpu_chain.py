@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from inference.config import SpeculateConfig
+from inference.requests.request import SamplingParams
 from tests.formats.families.test_glm4_moe import SIZES as GLM
 from tests.inference.gpu.test_gpu import checkpoint_of, engine_of, prompt
 from tests.inference.speculate.methods.test_eagle import Reference, spied
@@ -15,21 +18,14 @@ PROMPTS = [prompt(n, n) for n in (3, 58, 60)]
 
 
 def drafting(path: str, method: str, network: str | None, *, triton: bool = True, **config):
-    from inference.config import SpeculateConfig
-
     own = SpeculateConfig(method=method, path=network, depth=3)
     return engine_of(path, triton=triton, speculate=own, **config)
 
 
-def test_a_model_that_drafts_for_itself_is_right(tmp_path):
-    is_right_of_itself(checkpoint_of(tmp_path, "a8w8c8"))
-
-
 @interpreted
-def is_right_of_itself(path: str):
+def test_a_model_that_drafts_for_itself_is_right(tmp_path):
     """Greedy and sampled; prompts that are found, cut and computed again."""
-    from inference.requests.request import SamplingParams
-
+    path = checkpoint_of(tmp_path, "a8w8c8")
     params = [
         SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.8 * (i > 1), seed=i)
         for i in range(3)
@@ -61,8 +57,6 @@ def test_a_predicting_layer_drafts_what_it_does_on_a_cpu(make_model, tmp_path, f
 @interpreted
 def predicts_as_on_a_cpu(path: str):
     """Of a prompt and what came behind it: experts are slow where they are interpreted."""
-    from inference.requests.request import SamplingParams
-
     params, told = SamplingParams(max_tokens=5, ignore_eos=True), []
     for triton in (True, False):
         runner = drafting(path, "mtp", None, triton=triton)
@@ -77,8 +71,6 @@ def predicts_as_on_a_cpu(path: str):
 @interpreted
 def drafts_as_on_a_cpu(path: str, head: str):
     """Behind prompts, behind what came, and after a sequence gave way."""
-    from inference.requests.request import SamplingParams
-
     params, drafts = SamplingParams(max_tokens=9, ignore_eos=True), []
     wanted = engine_of(path).generate(PROMPTS, params)
     for triton in (True, False):
@@ -94,16 +86,9 @@ def drafts_as_on_a_cpu(path: str, head: str):
     assert sum(same) > 0.9 * len(same) > 9, (sum(same), len(same), [len(d) for d in drafts])
 
 
-def test_logits_that_are_not_finite_draft_nothing(tmp_path):
-    is_not_drafted(checkpoint_of(tmp_path, "float"))
-
-
 @interpreted
-def is_not_drafted(path: str):
-    import torch
-
-    from inference.requests.request import SamplingParams
-
+def test_logits_that_are_not_finite_draft_nothing(tmp_path):
+    path = checkpoint_of(tmp_path, "float")
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     wanted = engine_of(path).generate(PROMPTS[:1], params)
     runner = drafting(path, "draft", path)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from formats.scheme import PRESETS
+from inference.bench.random_model import round_to_nearest
+from inference.gpu.layers import pack_linear
 from inference.models.decoder import Decoder
+from inference.models.read import StoredLinear
+from kernels.numerics import dequantize
 from tests.inference.gpu.test_gpu import compare, engine_of
 from tests.kernels.triton_lab import interpreted
 from tests.ptq.quantizing import quantize_head
@@ -38,19 +43,9 @@ def embeds_rows(path: str, gathers: bool):
     assert torch.equal(model.embed(ids), on_cpu.embed(ids).to(model.dtype))
 
 
+@interpreted
 def test_layers_are_filled_up_to_whole_tiles():
     """250 outputs and 2,016 inputs are no multiples of 64 and 128."""
-    fill_up()
-
-
-@interpreted
-def fill_up():
-    from formats.scheme import PRESETS
-    from inference.bench.random_model import round_to_nearest
-    from inference.gpu.layers import pack_linear
-    from inference.models.read import StoredLinear
-    from kernels.numerics import dequantize
-
     torch.manual_seed(0)
     weight, x, bias = torch.randn(250, 2016) * 0.02, torch.randn(3, 2016).half(), torch.randn(250)
     for preset in ("w8", "w4_asymmetric_g32", "a8w8_dynamic", "fp8_channel"):

@@ -18,6 +18,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.scheme import PRESETS, Scheme, WeightSpec
 from inference.bench.random_model import RandomCheckpoint, random_checkpoint
 from inference.bench.shapes import SHAPES
+from inference.gpu.backend import TritonBackend
 from inference.models import read
 from inference.models.decoder import Decoder
 from tests.kernels.triton_lab import interpreted
@@ -25,10 +26,7 @@ from tests.kernels.triton_lab import interpreted
 ROOT = Path(__file__).resolve().parents[3]
 SLACK = 8 << 20  # scales, the allocator's own, objects
 ZEROS = WeightSpec(dtype="int4", granularity="group", group_size=64, symmetric=False)
-OWN = {
-    "w4_zeros": Scheme(weights=ZEROS),
-    "w8_zeros": Scheme(weights=WeightSpec(symmetric=False)),
-}
+OWN = {"w4_zeros": Scheme(weights=ZEROS), "w8_zeros": Scheme(weights=WeightSpec(symmetric=False))}
 SCHEMES = [
     "float", "w8", "w4", "a8w8", "a8w8_dynamic", "a8w4", "a8w4_two_level", "fp8_tensor",
     "fp8_channel", "fp8_block", *OWN,
@@ -62,14 +60,9 @@ def tensors(layer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("inner", [128, 192])  # of the second, blocks of 128 and tiles have a rest
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_bytes_are_those_of_experts_one_by_one(tmp_path, scheme, inner):
-    one_by_one(str(tmp_path), scheme, inner)
-
-
 @interpreted
-def one_by_one(folder: str, scheme: str, inner: int):
-    from inference.gpu.backend import TritonBackend
-
+def test_the_bytes_are_those_of_experts_one_by_one(tmp_path, scheme, inner):
+    folder = str(tmp_path)
     device = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         for name, own in OWN.items():
@@ -105,14 +98,9 @@ def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_experts_take_no_more_calls(tmp_path, scheme, kind):
-    calls_of_experts(str(tmp_path), scheme, kind)
-
-
 @interpreted
-def calls_of_experts(folder: str, scheme: str, kind: str):
-    from inference.gpu.backend import TritonBackend
-
+def test_more_experts_take_no_more_calls(tmp_path, scheme, kind):
+    folder = str(tmp_path)
     counts = []
     with pytest.MonkeyPatch.context() as patch:
         for name, own in OWN.items():

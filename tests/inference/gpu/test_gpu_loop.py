@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
 from formats.errors import EngineError
 from inference.config import EngineConfig
 from inference.gpu import backend, runner, sizes
@@ -150,17 +149,15 @@ def some_request(rng: random.Random, limit: int) -> tuple[list[int], SamplingPar
     most = rng.choice([1, 2, rng.randint(1, 80), 150, 1000])
     length = rng.choice([1, 2, 63, 64, rng.randint(1, limit - 1), limit - 1])
     kinds = [
-        *[{}] * 4,
-        *[{"temperature": 1.0, "seed": rng.randint(0, 99)}] * 3,
+        *[{}] * 4, *[{"temperature": 1.0, "seed": rng.randint(0, 99)}] * 3,
         *[{"logprobs": 2}, {"logprobs": 0, "temperature": 1.0, "seed": rng.randint(0, 99)}],
-        {"prompt_logprobs": 1},
-        {"frequency_penalty": 1.0},
+        {"prompt_logprobs": 1}, {"frequency_penalty": 1.0},
         {"min_tokens": min(most, rng.randint(1, 6))},
         {"min_p": 0.3, "temperature": 2.0, "seed": 5, "min_tokens": min(most, 4)},
         {"logit_bias": {END: 5.0, rng.randint(1, 9): 0.5}, "min_tokens": min(most, 9)},
         *[{"constraint": Constraint.regex(str(rng.randint(2, 9)))}] * 3,
         {"stop": (rng.choice("abc"), "de")},
-    ]
+    ]  # fmt: skip
     params = SamplingParams(max_tokens=most, ignore_eos=rng.random() < 0.7, **rng.choice(kinds))
     return [rng.randint(1, V - 1) for _ in range(min(length, limit - 1))], params
 
@@ -348,7 +345,7 @@ def test_warming_up_tells_what_steps_take():
     loop.warm_up()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_steps_without_memory_leave_nothing_wrong_behind(seed):
     rng = random.Random(seed)
     requests = [some_request(rng, 200) for _ in range(12)]

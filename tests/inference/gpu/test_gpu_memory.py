@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
 from formats.errors import EngineError
 from inference.gpu import memory, runner
 from inference.gpu.backend import TritonBackend

@@ -8,21 +8,25 @@ import re
 import pytest
 import torch
 
+from inference.gpu import feed_forward, layers
+from inference.gpu.experts import MergedExperts
+from inference.gpu.feed_forward import _all_at_once
+from inference.models import read
 from kernels.numerics import dequantize
+from kernels.triton.linear.w16a16 import DenseWeight
+from kernels.triton.linear.weight import InputFormat
 from tests.experts import MOE
 from tests.formats.families.test_glm4_moe import SIZES as GLM
 from tests.formats.families.test_gpt_oss import SIZES as GPT_OSS
 from tests.inference.gpu.test_gpu import engine_of, prompt, run
+from tests.kernels.expert_cases import make_weights
 from tests.kernels.triton_lab import interpreted
 from tests.mixtures import publish_mxfp4
 
 SCHEMES = [
-    ("qwen2_moe", "a8w8c8"),
-    ("mixtral", "a8w8_dynamic"),
-    ("qwen3_moe", "a8w4"),
-    ("qwen2_moe", "w4"),
-    ("mixtral", "fp8_block"),
-]
+    ("qwen2_moe", "a8w8c8"), ("mixtral", "a8w8_dynamic"), ("qwen3_moe", "a8w4"),
+    ("qwen2_moe", "w4"), ("mixtral", "fp8_block"),
+]  # fmt: skip
 
 
 TOLERANCE = {name: 0.1 for _, name in SCHEMES if name.startswith(("a8", "fp8"))}  # few steps
@@ -60,9 +64,6 @@ def tiny(make_model, family: str, **sizes):
 
 @interpreted
 def compare(path: str, tolerance: float, scales_differ: bool = False):
-    from inference.gpu import feed_forward
-    from inference.models import read
-
     scales_of, tokens = read._input_scale, prompt(11)
 
     def of_expert(checkpoint, names, device, many):
@@ -89,11 +90,6 @@ def compare(path: str, tolerance: float, scales_differ: bool = False):
 @interpreted
 def test_layers_of_an_expert_may_differ_in_their_kernels(families):
     """Many rows of each expert, in tiles that both kernels take."""
-    from inference.gpu.experts import MergedExperts
-    from inference.gpu.feed_forward import _all_at_once
-    from kernels.triton.linear.weight import InputFormat
-    from tests.kernels.expert_cases import make_weights
-
     torch.manual_seed(0)
     sizes = ((256, 128), (64, 128))  # outputs and inputs of gate and up, and of down
     weights = [make_weights(name, 2, *size) for name, size in zip(families, sizes, strict=True)]
@@ -131,9 +127,9 @@ def test_experts_lie_side_by_side(make_model, make_quantized):
 @interpreted
 def side_by_side(path: str):
     own = engine_of(path).model.layers[0].feed_forward
-    for layers, whole in ((x.each, x.merged) for x in (own.gate_up, own.down)):
+    for parts, whole in ((x.each, x.merged) for x in (own.gate_up, own.down)):
         for name in ("packed", "scale"):
-            tensors = [getattr(layer.weight, name) for layer in layers]
+            tensors = [getattr(layer.weight, name) for layer in parts]
             first = getattr(whole.weight, name)
             places = [t.data_ptr() - first.data_ptr() for t in tensors]
             assert places == [i * first.nbytes for i in range(len(tensors))]
@@ -155,10 +151,6 @@ def test_experts_that_no_kernel_takes_at_once_run_one_by_one(make_model, make_qu
 
 @interpreted
 def one_by_one(path: str, reason: str):
-    from inference.gpu import layers
-    from inference.models import read
-    from kernels.triton.linear.w16a16 import DenseWeight
-
     lines: list[str] = []
     log = logging.getLogger("ptq.inference")
     handler = logging.Handler()

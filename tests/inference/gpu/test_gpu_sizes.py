@@ -9,6 +9,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from formats.scheme import PRESETS
+from inference.bench.random_model import round_to_nearest
+from inference.gpu import layers
+from inference.gpu.experts import side_by_side
+from inference.gpu.invariant import filled
+from inference.gpu.layers import GpuLinear, as_wanted, pack_linear
+from inference.models.read import StoredLinear
+from kernels.numerics import dequantize
+from kernels.triton.experts.sorting import sort_by_expert
+from kernels.triton.linear.w16a16 import DenseWeight, fits
+from kernels.triton.linear.weight import InputFormat
 from tests.kernels.triton_lab import interpreted
 
 KERNELS = {  # by scheme and group
@@ -39,12 +50,8 @@ SIZES = {  # outputs and inputs
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_layer_has_a_kernel(size):
-    packs(size)
-
-
 @interpreted
-def packs(size: str):
+def test_every_layer_has_a_kernel(size):
     outputs, inputs = SIZES[size]
     for (preset, group), wanted in KERNELS.items():
         if group not in (None, 128) and inputs % group:
@@ -69,9 +76,6 @@ def test_results_are_those_of_the_layer_without_filling(stacked):
 def run(stacked: bool):
     """Kernels take short rows, or these are filled up where they are quantized: nothing is copied
     for that."""
-    from inference.gpu import layers
-    from inference.gpu.experts import side_by_side
-    from kernels.triton.experts.sorting import sort_by_expert
 
     def copied(*_):
         raise AssertionError("rows are copied to be filled up")
@@ -110,12 +114,6 @@ def made(
     device: str = "cpu",
 ):
     """A packed layer, or a stack of some, and what it stands for."""
-    from formats.scheme import PRESETS
-    from inference.bench.random_model import round_to_nearest
-    from inference.gpu.layers import pack_linear
-    from inference.models.read import StoredLinear
-    from kernels.numerics import dequantize
-
     scheme = PRESETS[preset].of_layers
     assert scheme.weights is not None
     if group not in (None, 128):
@@ -143,12 +141,21 @@ def made(
 @interpreted
 def test_rows_begin_where_the_hardware_can_fetch_them():
     """One row out of another layer's outputs is contiguous wherever it begins."""
-    from inference.gpu.layers import as_wanted
-    from kernels.triton.linear.weight import InputFormat
-
     outputs = torch.randn(1, 40).bfloat16()
     for own in (outputs[:, 3:35], outputs[:, :32]):
         rows, _ = as_wanted(own, InputFormat(own.dtype))
         assert torch.equal(rows, own)
         assert rows.data_ptr() % 16 == 0
     assert rows.data_ptr() == outputs.data_ptr()  # no copy where none is needed
+
+
+@pytest.mark.parametrize("bias", [None, torch.arange(180.0, dtype=torch.bfloat16)])
+def test_float_layers_that_tiles_do_not_divide_are_filled_for_one_order_of_sums(bias):
+    weight = torch.randn(180, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+    plain = GpuLinear(DenseWeight(weight, bias), InputFormat(torch.bfloat16))
+    own, made = filled(plain, plain.weight)
+    assert made.size == (192, 640)
+    assert fits(made.weight)
+    x = torch.randn(3, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(own(x), plain(x))
+    assert torch.equal(own.gather(torch.tensor([7, 1]), torch.bfloat16), weight[[7, 1]])

@@ -19,6 +19,7 @@ from inference.speculate.counts import DraftCounts
 from tests.inference.gpu.test_gpu import engine_of, prompt
 from tests.inference.speculate.methods.test_mtp_states import write_knowing
 from tests.inference.speculate.requests import Replay
+from tests.inference.transformers_code.test_kept_states import kept_in_int8, write_remembering
 from tests.inference.transformers_code.test_states import write_small
 from tests.kernels.triton_lab import interpreted
 
@@ -63,6 +64,32 @@ def near_the_cpu(path: str):
             check_greedy(exact, ids, output.token_ids, 0.2)
         engine.check_integrity()
     assert engine.stats().hit_tokens == 64  # restored from the state that was kept there
+
+
+def test_states_kept_in_int8_are_found_as_on_a_cpu(tmp_path):
+    model = write_remembering("mamba2", tmp_path / "float", {})
+    found_in_int8(str(kept_in_int8(model, tmp_path / "s8")))
+
+
+@interpreted
+def found_in_int8(path: str):
+    params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=5)
+    with layers_of_a_cpu():
+        exact, engine = engine_of(path, triton=False), engine_of(path, torch.float32)
+        wanted = [exact.generate([prompt(80)], params)[0] for _ in range(2)]
+        found = [engine.generate([prompt(80)], params)[0] for _ in range(2)]
+        assert engine.stats().hit_tokens == exact.stats().hit_tokens == 64
+        assert engine.state_bytes == exact.state_bytes
+        for one, other in zip(found, wanted, strict=True):
+            assert one.token_ids == other.token_ids
+            for mine, its in zip(one.logprobs, other.logprobs, strict=True):
+                assert dict(mine) == pytest.approx(dict(its), abs=1e-4)
+        off = distances(engine, exact, prompt(150))  # rounded at both borders
+        assert off.max() < 1e-4
+        rounds = engine.score(prompt(150)) - engine.score(prompt(150), rounded_states=False)
+        assert rounds[:64].abs().max() == 0
+        assert rounds[64:].abs().max() > 1e-4
+        engine.check_integrity()
 
 
 def test_random_requests_are_those_of_the_cpu(tmp_path):

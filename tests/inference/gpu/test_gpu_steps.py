@@ -29,12 +29,7 @@ SPARE, WIDTH = 99, 8
 
 
 def some_work(
-    singles: int,
-    counts: list[int],
-    seed: int,
-    *,
-    host: bool = False,
-    whole: bool = False,
+    singles: int, counts: list[int], seed: int, *, host: bool = False, whole: bool = False
 ) -> Work:
     """Slices of sequences of random tokens; those of one token first."""
     rng = random.Random(seed)
