@@ -4,6 +4,8 @@ A name is a local folder's, one of the models that come with the project, or els
 `organization/model` on the Hugging Face hub. What comes from there goes through huggingface_hub:
 its cache, its progress, its settings (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). Weights in
 safetensors, JSON files, the tokenizer's files and licences are taken; code is not.
+
+What else people give as a model, other runtimes' files and pickled weights, is refused by its kind.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from formats.errors import CheckpointError
 from formats.namespace import ROOT, later
-from formats.published.known import needs_code
+from formats.published.layouts import needs_code
 
 with later():
     import huggingface_hub as hub
@@ -31,6 +33,8 @@ UNWANTED = [
     "[!q]*/*",  # other layouts and programs lie in folders; `quant/` is ours
     "consolidated*",  # the same weights once more, in the layout of Mistral and Meta
 ]
+OTHERS = {".gguf": "GGUF", ".ggml": "GGML", ".onnx": "ONNX"}
+PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 PATIENCE = 10.0  # seconds that the hub has to answer its first request
 log = logging.getLogger("ptq.formats")
 
@@ -47,6 +51,16 @@ def find_model(name: str | Path, folder: Path = Path()) -> Path | None:
 def is_hub_id(name: str | Path) -> bool:
     """Whether a name could be that of a model on the hub: `organization/model`."""
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name), re.ASCII) is not None
+
+
+def model_argument(text: str) -> Path:
+    """A model on a command line, for `type=` of its argument.
+
+    Whoever types `./organization/model` means a folder; its Path alone is that of a name on the
+    hub, so that one which does not exist becomes absolute.
+    """
+    path = Path(text)
+    return path.absolute() if is_hub_id(path) and not (is_hub_id(text) or path.exists()) else path
 
 
 def model_folder(name: str | Path, revision: str | None = None) -> Path:
@@ -185,3 +199,46 @@ def _why(error: Exception) -> str:
         return "HF_HUB_OFFLINE is set, and it is not in the cache"
     reason = " ".join(str(error).split()) or type(error).__name__
     return f"{page} cannot be reached or used ({reason[:200]})"
+
+
+def locate_folder(name: str | Path, revision: str | None = None) -> Path:
+    """`model_folder`, but a file of another kind is refused as what it is.
+
+    Raises:
+        CheckpointError: there is no such folder or model, or it cannot be had.
+    """
+    if Path(name).exists() and not Path(name).is_dir():
+        refuse_other_kinds(Path(name))
+    return model_folder(name, revision)
+
+
+def refuse_other_kinds(path: Path) -> None:
+    """Say what a path holds that is no folder of a model in safetensors, if that is known.
+
+    Raises:
+        CheckpointError: it is another runtime's format, pickled weights, or a file.
+    """
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
+        kind = OTHERS.get(file.suffix.lower())
+        if kind == "GGUF":
+            raise CheckpointError(
+                f"{path}: found a GGUF file ({file.name}) where a folder is needed. Commands take "
+                f"the file itself; a folder of it is made by `ptq convert {file} FOLDER --to "
+                "compressed_tensors`"
+            )
+        if kind is not None:
+            raise CheckpointError(
+                f"{path}: found {kind} ({file.name}), another runtime's format, which is not read "
+                "here. Give the folder of the original model: config.json, tokenizer.json and "
+                "weights in safetensors"
+            )
+    pickles = [file.name for file in files if file.suffix.lower() in PICKLES]
+    if pickles:
+        raise CheckpointError(
+            f"{path}: found only pickled weights ({', '.join(pickles[:3])}), which can run any "
+            "code when they are read and are refused. Save the model with "
+            "save_pretrained(..., safe_serialization=True) where you trust it"
+        )
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: found a file; give the folder of the model it belongs to")

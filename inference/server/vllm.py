@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from formats.errors import RequestError
-from formats.families.table import read_table
+from formats.families.registry import read_table
 from formats.namespace import ROOT
 from formats.stored.folder import ConfigFile, read_config
 

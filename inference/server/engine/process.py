@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from formats.command import end_with
 from formats.errors import PTQError, RequestError
 from formats.namespace import later
-from formats.parent import end_with
 from inference.config import EngineConfig
 from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.engine_client import EngineClient

@@ -5,7 +5,9 @@ A call begins where a marker of the format is followed by a JSON object (and, in
 name and opens its arguments, and the arguments are given as they come. What does not become a call,
 such as broken JSON or an unknown name, is text of the answer, unchanged. If arguments that are
 being given break off, they stay as they are, and what follows is text. White space next to calls is
-dropped. However a text is cut into pieces, the same comes out.
+dropped, and so is the closing tag of each, also where other text precedes it. Where an answer ends
+directly after a call, inside a tag or inside the beginning of another call, as a limit of tokens
+cuts it, that part is dropped, too. However a text is cut into pieces, the same comes out.
 
 `ToolFormat` is a format of calls as data, `FORMATS` are those that are known, and what an answer
 gains is text, or a part of a call (`CallDelta`).
@@ -149,6 +151,7 @@ class ToolParser:
         self._shown: list[str] = []  # text that is no delta yet
         self._held: list[str] = []  # what may turn out to be white space by a call, or a call
         self._partial = ""  # beginning of an expected text, which follows what is held
+        self._by_call = False  # what is held belongs to a call, or follows one directly
         self._expected: tuple[str, ...] = (tool_format.marker,)
         self._call = CallReader(())
         self._calls = 0
@@ -163,9 +166,11 @@ class ToolParser:
         return self._take()
 
     def finish(self) -> list[MessageDelta]:
-        """No more text comes: what was held back is text, but for white space after a call."""
-        if self._call.complete and SPACE.issuperset(self._held):
-            self._held = []
+        """No more text comes: what was held back is text, but for the end of a call or half one."""
+        tags = [text for text in self._expected if text != self._format.marker]
+        cut = self._partial and any(text.startswith(self._partial) for text in tags)
+        if self._by_call or cut:
+            self._held, self._partial = [], ""
         self._show()
         return self._take()
 
@@ -199,7 +204,9 @@ class ToolParser:
             self._deltas.append(
                 CallDelta(self._calls, id=f"call_{uuid4().hex[:24]}", name=call.name)
             )
-            self._calls += 1
+            self._calls, self._by_call = self._calls + 1, True
+            expected = (self._format.closing.strip(), self._format.joint, self._format.marker)
+            self._expected = tuple(text for text in expected if text)
         if call.complete:
             self.called, self.done = True, not self._parallel
         if not goes_on:
@@ -209,8 +216,6 @@ class ToolParser:
         elif call.closed:
             self._tell_arguments()
             self._held, self._read = [], self._after_call
-            expected = (self._format.closing.strip(), self._format.joint, self._format.marker)
-            self._expected = tuple(text for text in expected if text)
 
     def _after_call(self, char: str) -> None:
         """Behind an object that is a call: its end, another call, or text."""
@@ -240,11 +245,15 @@ class ToolParser:
         return True
 
     def _give_up(self, char: str = "") -> None:
-        """What is held is text, and the answer goes on in text; a marker may follow white space."""
+        """What is held is text, and the answer goes on in text.
+
+        A marker may follow white space, and the tag of a call that was not closed may follow, too.
+        """
         self._tell_arguments()
         if self._partial or not SPACE.issuperset(self._held):
             self._show()
-        self._call, self._read, self._expected = CallReader(()), self._text, (self._format.marker,)
+        self._call, self._read, self._by_call = CallReader(()), self._text, False
+        self._expected = tuple(text for text in self._expected if text != self._format.joint)
         if char:
             self._text(char)
 

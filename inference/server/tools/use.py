@@ -172,6 +172,8 @@ class ToolUse:
     ) -> ToolUse | None:
         """The tools of a request; None where it has none, or must not call any.
 
+        A choice of a function is one call of it, as OpenAI has it, `parallel_tool_calls` or not.
+
         Args:
             support: What the model's chats can do with tools.
             text: What an answer must be that is no call.
@@ -198,7 +200,7 @@ class ToolUse:
         for tool in tools:
             tool["function"].pop("strict", None)  # it is not the model's to know
         functions = [tool.function for tool in fields.tools]
-        parallel = fields.parallel_tool_calls is not False
+        parallel = fields.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
         try:
             constraint = tool_constraint(
                 support.tool_format, functions, choice, parallel=parallel, text=text

@@ -1,7 +1,5 @@
 """A real server on a tiny model, which all tests share that do it no harm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An HTTP client of the application, before an engine without a model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -7,8 +7,6 @@ leave: before the head of the answer, while they wait in the queue or for their 
 stream. What the others are answered is compared with what `Engine` gives to the same, bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

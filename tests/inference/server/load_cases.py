@@ -1,7 +1,5 @@
 """Requests to `/v1/completions` of all kinds, and what is right to answer: what `Engine` gives."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests that name adapters, and adapters that are loaded and unloaded while a server runs."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """One call of a client: its answers are read together, and end together."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager

@@ -1,7 +1,5 @@
 """`/v1/chat/completions`: messages through the template, answers whole and in parts."""
 
-from __future__ import annotations
-
 import pytest
 
 from formats.errors import RequestError

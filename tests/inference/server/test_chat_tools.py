@@ -92,10 +92,36 @@ def test_log_probabilities_come_with_calls():
     assert told == [t["token"] for t in choice["logprobs"]["content"]]
 
 
+@pytest.mark.parametrize("tokens_less", [1, 2, 3])
+def test_a_call_whose_end_is_cut_by_the_limit_is_a_call_without_any_text(tokens_less):
+    tokens = tokenizer()(CALL, add_special_tokens=False)["input_ids"]
+    left = tokenizer().decode(tokens[:-tokens_less])
+    assert CALL[:-12] in left
+    assert left != CALL
+    body = {"max_tokens": len(tokens) - tokens_less}
+    [choice] = ask(CALL, body).json()["choices"]
+    assert choice["finish_reason"] == "length"  # as OpenAI: what would have followed is unknown
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"] == {
+        "name": "add",
+        "arguments": '{"a": 1}',
+    }
+    chunks = [c["choices"][0] for c in events(ask(CALL, body | {"stream": True}))]
+    assert not any(chunk["delta"].get("content") for chunk in chunks)
+    assert chunks[-1]["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "one",
+    [
+        {"parallel_tool_calls": False},
+        {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+    ],
+)
 @pytest.mark.anyio
-async def test_where_one_call_is_wanted_the_engine_is_stopped_behind_it(stream):
-    body = {"messages": HELLO, "tools": TOOLS, "stream": stream, "parallel_tool_calls": False}
+async def test_where_one_call_is_wanted_the_engine_is_stopped_behind_it(stream, one):
+    body = {"messages": HELLO, "tools": TOOLS, "stream": stream, **one}
     make = saying(CALL + "\n" + CALL * 20)
     async with talking(make, chat_template=templates.HERMES) as (client, engine):
         response = await client.post(ROUTE, json=body)

@@ -1,7 +1,5 @@
 """What `ptq serve` says before it serves: greetings, and refusals that need no model."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """`/v1/completions` and `/generate`: prompts of every kind, answers whole and in parts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

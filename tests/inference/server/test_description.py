@@ -1,7 +1,5 @@
 """`/openapi.json` says what the routes take and answer, and a fuzzer that reads it finds no fault."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Several tokens of a step: in streams, in metrics, and what a client may say of its answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The engine as the HTTP process sees it: streams, limits, errors, draining."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

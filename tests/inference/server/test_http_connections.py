@@ -1,7 +1,5 @@
 """Clients that leave, stall or send too much, on real connections."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

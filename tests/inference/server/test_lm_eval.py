@@ -4,8 +4,6 @@ lm-eval's `local-completions` posts a context and its continuation as one prompt
 `logprobs`, and reads the continuation's; the one token that it has made is cut off.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

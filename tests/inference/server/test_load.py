@@ -1,7 +1,5 @@
 """Load for a while; `python -m tests.inference.server.load` is the same for longer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

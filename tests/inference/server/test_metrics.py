@@ -1,7 +1,5 @@
 """What `/metrics` tells: counted right, and spelled as Prometheus reads it."""
 
-from __future__ import annotations
-
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families

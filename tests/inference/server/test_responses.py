@@ -1,7 +1,5 @@
 """`/v1/responses`: read as a chat, told as items and in events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """What clients send back with a conversation, or beside it, that means nothing here, is taken."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.inference.server.http_client import post

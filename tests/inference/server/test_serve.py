@@ -1,7 +1,5 @@
 """`ptq serve` as its user sees it: real processes, real sockets, signals and kills."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

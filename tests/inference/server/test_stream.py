@@ -1,7 +1,5 @@
 """The text of a stream is that of `Engine.generate`, also of a real server with stop texts."""
 
-from __future__ import annotations
-
 import asyncio
 
 import httpx

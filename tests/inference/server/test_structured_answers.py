@@ -1,7 +1,5 @@
 """What a real server is asked to write, a random model writes: JSON of a schema, calls of tools."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What a chat's template leaves out is refused by name, and what it writes is taken."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.inference.server.http_client import TEMPLATE, post

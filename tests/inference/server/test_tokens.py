@@ -1,7 +1,5 @@
 """`/tokenize`, `/detokenize`, `/tokenizer_info`: what clients without the tokenizer need."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

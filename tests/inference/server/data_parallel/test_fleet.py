@@ -1,7 +1,5 @@
 """Several engines as one, before engines without a model: states, losses, queues, metrics."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field, replace
 

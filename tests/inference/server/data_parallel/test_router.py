@@ -1,7 +1,5 @@
 """Which engine takes a request: by what it has served before, and by what it has to do."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """`ptq serve --data-parallel 2 --adapter`: two real engines give what `Engine` gives; one may die."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

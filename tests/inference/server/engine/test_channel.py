@@ -1,7 +1,5 @@
 """The socket between the two processes, from the engine's end."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 import threading

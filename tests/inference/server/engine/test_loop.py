@@ -1,7 +1,5 @@
 """What the engine process does when steps fail; the engine is scripted, the channel is real."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real engine in a process of its own, without HTTP before it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """The chat page in a real browser, before a fake engine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -512,18 +510,13 @@ FOCUS = """() => {
     return [at.getAttribute("aria-label") ?? at.textContent.trim(), outlined || at.closest(".box") !== null];
 }"""
 HOSTILE = [
-    "<script>boom()</script>",
-    "<img src=x onerror=boom()>",
+    "<script>boom()</script>", "<img src=x onerror=boom()>",
     "<svg onload=boom()><style>*{display:none}</style>",
     "[a](javascript:boom()) [b](data:text/html,x) [c](https://x\" onclick=\"boom())",
-    "![x](https://example.org/x.png)",
-    "&lt;b&gt; &#60;i&#62;",
-    "| <b>a</b> |\n|---|\n| <i>b</i> |",
-    "> - # <iframe src=//example.org>",
-    "<https://example.org/<script>>",
+    "![x](https://example.org/x.png)", "&lt;b&gt; &#60;i&#62;", "| <b>a</b> |\n|---|\n| <i>b</i> |",
+    "> - # <iframe src=//example.org>", "<https://example.org/<script>>",
     "https://example.org@evil.example/ [https://bank.example](https://evil.example/)",
-    "\u202e\x00<base href=//example.org>",
-    "```html\n<script>boom()</script>",
+    "\u202e\x00<base href=//example.org>", "```html\n<script>boom()</script>",
 ]  # fmt: skip
 SHOW = (
     "text => { const to = document.createElement('div'); showText(to, text); return to.innerHTML; }"

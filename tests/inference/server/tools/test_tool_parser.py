@@ -30,8 +30,13 @@ CASES = {
             [("add", "{}"), ("find", '{"q": null}')],
         ),
         # the model ends before its tag does, or forgets it
-        ('<tool_call>{"name": "add", "arguments": {}}</tool', "</tool", [("add", "{}")]),
         ('<tool_call>{"name": "add", "arguments": {}', None, [("add", "{}")]),
+        ('<tool_call>{"name": "add", "arguments": {}, "id', None, [("add", "{}")]),
+        # one brace too few or too many before the tag
+        ('<tool_call>{"name": "add", "arguments": {}\n</tool_call>', None, [("add", "{}")]),
+        ('<tool_call>{"name": "add", "arguments": {}\n</tool', None, [("add", "{}")]),
+        ('<tool_call>{"name": "add", "arguments": {}}}</tool_call>', "}", [("add", "{}")]),
+        ('<tool_call>{"name": "add", "arguments": {}}}\n</tool', "}", [("add", "{}")]),
         (
             '<tool_call>{"name": "add", "parameters": {}}<tool_call>{"id": 3, "type": "function", '
             '"name": "find", "arguments": {}}',
@@ -59,6 +64,7 @@ CASES = {
             [("add", "{}"), ("find", "{}")],
         ),
         ('{"name": "add", "parameters": {}}; or not', "; or not", [("add", "{}")]),
+        ('{"name": "add", "parameters": {}}; {"name": "fi', None, [("add", "{}")]),
         ('So: <|python_tag|>{"name": "add", "parameters": {}}', "So:", [("add", "{}")]),
     ],
 }
@@ -126,7 +132,7 @@ def test_an_answer_is_text_and_calls_however_it_is_cut(name, answer, text, calls
 @pytest.mark.parametrize(
     ("broken", "rest"),
     [
-        ('{"a": ]}}</tool_call>', "]}}</tool_call>"),
+        ('{"a": ]}}</tool_call>', "]}}"),
         ('{"a": 1', ""),
         ('{"a": 01}', "}"),
         ('{"a" 1}', "1}"),
@@ -139,8 +145,17 @@ def test_arguments_that_break_off_stay_and_what_follows_is_text(broken, rest):
     text, calls, called, _ = read("hermes", answer)
     assert ((text or ""), called) == (rest, False)
     assert [name for name, _ in calls] == ["add"]
-    assert calls[0][1] + rest == broken
+    assert calls[0][1] + rest == broken.removesuffix("</tool_call>")
     assert read("hermes", [answer])[:3] == (text, calls, called)
+
+
+def test_a_call_that_is_whole_is_all_of_an_answer_wherever_its_end_is_cut():
+    """As a limit of tokens cuts it: no character of a tag or of a second call is its content."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}'
+    rest = "}\n</tool_call>\n<tool_call>\n" + '{"name": "find", '
+    for end in range(len(rest) + 1):
+        for pieces in ([call + rest[:end]], call + rest[:end], [call, rest[:end]]):
+            assert read("hermes", pieces)[:3] == (None, [("add", '{"a": 1}')], True)
 
 
 def test_random_texts_of_markers_and_json_lose_nothing_but_white_space():

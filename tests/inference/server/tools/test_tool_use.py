@@ -59,7 +59,7 @@ YES = [[GOOD], [GOOD, OTHER]]
     [
         ("required", True, None, [[GOOD], [OTHER, GOOD, GOOD]], [[BAD], [GOOD, BAD]]),
         ("required", False, None, [[GOOD], [OTHER]], [[GOOD, OTHER], [BAD]]),
-        (NAMED, True, None, [[GOOD], [GOOD, GOOD]], [[OTHER], [GOOD, OTHER], [BAD]]),
+        (NAMED, True, None, [[GOOD]], [[OTHER], [GOOD, GOOD], [GOOD, OTHER], [BAD]]),
         (NAMED, False, None, [[GOOD]], [[GOOD, GOOD]]),
         ("auto", True, True, [[GOOD], [GOOD, OTHER]], [[BAD], [GOOD, BAD]]),
     ],
