@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from formats.cache_scheme import KVCacheSpec
+from formats.cache_scheme import KVCacheSpec, StateSpec
 from formats.strict import Strict
 
 WeightType = Literal["int8", "int4", "fp8_e4m3", "fp4_e2m1"]
@@ -352,7 +352,7 @@ class LayerScheme(Strict):
 
 
 class Scheme(LayerScheme):
-    """Weights, activations and cache KV of one checkpoint; what is not named stays unquantized.
+    """Weights, activations, cache KV and states of one checkpoint; what is not named stays float.
 
     Raises:
         ValueError: activations are quantized but weights are not: no integer kernel runs that.
@@ -360,6 +360,16 @@ class Scheme(LayerScheme):
 
     kv_cache: KVCacheSpec | None = None
     """How keys and values are cached; null leaves the cache in the model's own type."""
+    states: StateSpec | None = None
+    """How recurrent states are kept for prompts that begin alike; null (the default) keeps them as
+    they are, and what is found has the bits of what is computed.
+    """
+
+    @model_serializer(mode="wrap")
+    def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What is as it always was is not said: files without such states stay as they were."""
+        said = handler(self)
+        return said if said["states"] is not None else {k: said[k] for k in said if k != "states"}
 
     @property
     def of_layers(self) -> LayerScheme:
@@ -371,12 +381,12 @@ class Scheme(LayerScheme):
         """Short name: the field's notation, then what bits leave open: `a8w4c8`, `a8w8_dynamic`.
 
         `float` for none; parts in fp8 are marked: `af8wf8`; formats with a name of their own have
-        it: `nvfp4c8`. Two schemes have two names.
+        it: `nvfp4c8`; kept states follow: `w4c8s8`. Two schemes have two names.
         """
         names = [] if self.activations is None else [_bits("a", self.activations)]
         if self.weights is not None:
             names.append(self.weights.format_name or _bits("w", self.weights))
-        names += [self.kv_cache.name] if self.kv_cache else []
+        names += [own.name for own in (self.kv_cache, self.states) if own is not None]
         return "_".join(("".join(names) or "float", *self._marks))
 
     @property
@@ -403,7 +413,7 @@ class Scheme(LayerScheme):
     @property
     def quantizes_anything(self) -> bool:
         """Whether any part of the model is quantized."""
-        return self.weights is not None or self.kv_cache is not None
+        return any(own is not None for own in (self.weights, self.kv_cache, self.states))
 
 
 def _bits(letter: str, spec: WeightSpec | ActivationSpec) -> str:
@@ -501,4 +511,8 @@ PRESETS: dict[str, Scheme] = {
     "c8_fp8": Scheme(kv_cache=_KV_FP8),
     "k8v4": Scheme(kv_cache=KVCacheSpec(granularity="per_token_head", value_dtype="int4")),
     "c4": Scheme(kv_cache=_KV4),
+    "s8": Scheme(states=StateSpec()),
+    "w8s8": Scheme(weights=WeightSpec(), states=StateSpec()),
+    "w4s8": Scheme(weights=_W4, states=StateSpec()),
+    "a8w8s8_dynamic": Scheme(weights=WeightSpec(), activations=_PER_TOKEN, states=StateSpec()),
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.command import count, device
 from formats.errors import RequestError, suggestion
+from formats.hub import model_argument
 from formats.namespace import later
 from inference.beam_search import BeamParams
 from inference.config import EngineConfig, SpeculateConfig
@@ -26,7 +27,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """The checkpoint and where it runs; `open_engine` reads them."""
     parser.add_argument(
         "checkpoint",
-        type=Path,
+        type=model_argument,
         help="folder of a quantized or float model, or organization/model of the Hugging Face hub",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")

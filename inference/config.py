@@ -73,7 +73,7 @@ class EngineConfig(Strict):
             others that begin with the same tokens need not compute them.
         state_snapshots: Of a model that keeps a recurrent state: how many states are kept beside
             the cached blocks, without which a beginning is computed again; default: as many as
-            `max_batch_size`, and at least 32.
+            `max_batch_size`, and at least 32; in int8 as many as fit in the memory of these.
         target_itl_ms: Wanted milliseconds between two tokens of a request: in a step that has
             others, prompts are computed in chunks for which there is that much time, by what past
             steps took. Default: as many tokens as fit a step. On a GPU, how a prompt is cut may

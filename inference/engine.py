@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from formats.chat_template import text_tokens
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
 from formats.gguf.locate import locate_model
-from formats.text_tokens import text_tokens
 from formats.tokenizer import end_tokens, load_tokenizer
 from inference.adapters import Adapters
 from inference.backend import Backend, choose_backend, require_device
@@ -54,7 +54,7 @@ from inference.speculate.decoder import SpeculativeDecoder
 from inference.structured.compiler import GrammarCompiler
 from inference.transformers_code.choose import Shape, check_config, read_shape
 from inference.transformers_code.model import CodeModel, CodeShape
-from kernels.attention_inputs import KVPool
+from kernels.attention_inputs import KV_BLOCK, KVPool
 
 
 class Engine:
@@ -65,7 +65,7 @@ class Engine:
         tokenizer: A transformers tokenizer.
         config: Sizes.
         backend: The device that it runs on.
-        quantized_kv: Quantize K and V in the cache as the checkpoint says.
+        quantized_kv: Quantize K and V in the cache, and kept states, as the checkpoint says.
 
     Attributes:
         checkpoint: What was loaded.
@@ -100,7 +100,8 @@ class Engine:
         length, blocks = config.sizes(shape.max_positions)
         with backend.loading(checkpoint.nbytes):
             self.model: Model = backend.load(checkpoint, shape, length)
-        states, self.state_bytes = self._keep_states(shape, config)
+        int8 = quantized_kv and checkpoint.scheme.states is not None
+        states, self.state_bytes = self._keep_states(shape, config, int8=int8)
         sizes = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
         cache = CacheShape.of_model(checkpoint, shape, sizes, quantized=quantized_kv)
         self.quantized_kv = cache.quantized
@@ -124,21 +125,27 @@ class Engine:
             make = draft_methods()[own.method].make
             self.speculate_by(make(own.path, target), own.depth)
 
-    def _keep_states(self, shape: Shape, config: EngineConfig) -> tuple[StateRows | None, int]:
+    def _keep_states(
+        self, shape: Shape, config: EngineConfig, *, int8: bool
+    ) -> tuple[StateRows | None, int]:
         """Rows of recurrent states, taken before the cache's share of the memory; their bytes."""
         if not (isinstance(shape, CodeShape) and shape.structure.mixers):
             return None, 0
         assert isinstance(self.model, CodeModel)
         own, places = config.speculate, config.max_batch_size
         kept = config.state_snapshots if config.prefix_cache else 0
+        if kept is None:  # as many as floats of that number would take
+            each = self.model.state_bytes(int8=int8)
+            kept = max(places, SNAPSHOTS) * self.model.state_bytes() // each
         rows = StateRows(
             places + 1,
-            max(places, SNAPSHOTS) if kept is None else kept,
+            kept,
             piece_of(config.max_batched_tokens, places),
             0 if own is None else max(places, DRAFTS, own.depth or 0),
+            int8=int8,
         )
         try:
-            return rows, self.model.keep_states(rows.rows)
+            return rows, self.model.keep_states(rows.rows, kept if int8 else None)
         except RuntimeError as error:
             if not self.backend.ran_out(error):
                 raise
@@ -202,7 +209,7 @@ class Engine:
             config: Sizes.
             device: Where it runs: cpu, cuda or cuda:N.
             dtype: Of activations and of float weights; see `inference.backend.choose_backend`.
-            quantized_kv: Quantize K and V in the cache as the checkpoint says.
+            quantized_kv: Quantize K and V in the cache, and kept states, as the checkpoint says.
             adapters: Folders of adapters to load, by the names that requests give; see
                 `load_adapter`.
 
@@ -568,12 +575,20 @@ class Engine:
         finally:
             self.abort(name)
 
-    def score(self, ids: Tensor | Sequence[int], adapter: str | None = None) -> Tensor:
+    def score(
+        self,
+        ids: Tensor | Sequence[int],
+        adapter: str | None = None,
+        *,
+        rounded_states: bool = True,
+    ) -> Tensor:
         """Logits of a given text, computed on the real kernels, the quantized cache included.
 
         Args:
             ids: Token ids [T].
             adapter: Name of the adapter that the model runs with.
+            rounded_states: Where kept recurrent states are quantized, compute each block of 64
+                tokens as if what precedes it had been found: the most that a request can lose.
 
         Returns:
             fp32 [T, vocabulary], where the model runs; row i predicts token i + 1.
@@ -582,11 +597,15 @@ class Engine:
             RequestError: as in `add_request`.
             EngineError: running requests hold the cache's blocks.
         """
-        parts = list(self.score_parts(ids, adapter))
+        parts = list(self.score_parts(ids, adapter, rounded_states=rounded_states))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def score_parts(
-        self, ids: Tensor | Sequence[int], adapter: str | None = None
+        self,
+        ids: Tensor | Sequence[int],
+        adapter: str | None = None,
+        *,
+        rounded_states: bool = True,
     ) -> Iterator[Tensor]:
         """`score`, a step's tokens at a time: logits of `max_batched_tokens` at the most."""
         tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
@@ -597,13 +616,19 @@ class Engine:
         sequence = TokenSequence(" score", ids, Terms(adapter=slot), whole=True, given=given)
         if not self._scheduler.enter_apart(sequence):
             raise EngineError("running requests hold the cache; finish them before scoring")
-        finite = False
+        states, step = self._blocks.states, self.config.max_batched_tokens
+        step -= 0 if states is None else step % states.piece
+        rounded = rounded_states and states is not None and states.int8
+        finite, logits, scored = False, list[Tensor](), 0
         try:
             self._requests.prepare_cache()
-            for part in self._parts(sequence):
-                logits = self.loop.score(part)
-                finite = bool(torch.isfinite(logits[-1]).all())
-                yield logits
+            for part in self._parts(sequence, step, rounded=rounded):
+                logits.append(self.loop.score(part))
+                finite = bool(torch.isfinite(logits[-1][-1]).all())
+                scored += len(logits[-1])
+                if scored % step == 0 or scored == len(tokens):
+                    yield torch.cat(logits) if len(logits) > 1 else logits[0]
+                    logits = []
         finally:
             self._scheduler.leave_apart(sequence, seen=len(ids) if finite else 0)
 
@@ -611,23 +636,27 @@ class Engine:
         self.backend.change_blocks(self.pools, changes)
         if changes.states:
             assert isinstance(self.model, CodeModel)
-            self.model.copy_states(changes.states)
+            assert self._blocks.states is not None
+            self.model.copy_states(changes.states, self._blocks.states.kept)
         for fill in changes.fills:
             self._adapters.fill(self.pools, fill)
         if self.speculation is not None:
             self.speculation.note_changes(changes)
 
-    def _parts(self, sequence: TokenSequence) -> Iterator[Work]:
-        """The steps that compute a sequence that is run apart."""
-        batch, count = self._scheduler.batch, len(sequence)
-        step = self.config.max_batched_tokens
-        if batch.states is not None:
-            step -= step % batch.states.piece
-        for start in range(sequence.given, count, step):
-            now = min(step, count - start)
+    def _parts(self, sequence: TokenSequence, step: int, *, rounded: bool) -> Iterator[Work]:
+        """The steps of so many tokens that compute a sequence that is run apart; where states are
+        to be rounded they are cut into blocks."""
+        batch, start, count = self._scheduler.batch, sequence.given, len(sequence)
+        while start < count:
+            now = min(step - (start - sequence.given) % step, count - start)
+            now = min(now, KV_BLOCK - start % KV_BLOCK) if rounded else now
             work = Work.of(batch, np.array([batch.spare]), np.array([now]))
             yield work
             self._scheduler.advance(work)
+            start += now
+            if rounded and start % KV_BLOCK == 0:
+                assert isinstance(self.model, CodeModel)
+                self.model.round_states(batch.spare)
 
     def _drive(self, names: Sequence[str]) -> Iterator[RequestOutput]:
         """Step until these requests are done; what others gain waits for whoever asks next."""

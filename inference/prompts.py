@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from formats.chat_template import has_chat_template
+from formats.chat_template import has_chat_template, text_tokens
 from formats.errors import RequestError
-from formats.text_tokens import text_tokens
 from inference.requests.chat_tokens import ChatEncoder
 
 Messages = Sequence[Mapping[str, Any]]

@@ -135,6 +135,25 @@ def choose_scale(absmax: Tensor, dtype: QuantizedType = INT8) -> Tensor:
     return divide(absmax.float(), dtype.top).clamp(min=TINY_SCALE)
 
 
+def outer_scales(x: Tensor, dtype: QuantizedType = INT8) -> tuple[Tensor, Tensor]:
+    """Scales of matrices whose element (i, j) has the product of its row's and its column's.
+
+    rows[i] is the root of the largest |x[i, j]|, columns[j] the largest |x[i, j]| / rows[i] over
+    `dtype.top`. No element is beyond the range, and steps are finer than by rows alone where both
+    rows and columns differ in size. NaN gives NaN.
+
+    Args:
+        x: [..., R, C].
+
+    Returns:
+        rows fp32 [..., R, 1] and columns fp32 [..., 1, C].
+    """
+    size = x.float().abs()
+    rows = size.amax(-1, keepdim=True).sqrt().clamp(min=TINY_SCALE)
+    columns = divide((size / rows).amax(-2, keepdim=True), dtype.top).clamp(min=TINY_SCALE)
+    return rows, columns
+
+
 def choose_power(absmax: Tensor, dtype: QuantizedType) -> Tensor:
     """The least power of two that absmax divided by is at most `dtype.reach`: fp32.
 

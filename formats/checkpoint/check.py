@@ -33,7 +33,6 @@ def check_quantized(checkpoint: Checkpoint, files: Mapping[str, TensorFile]) -> 
 
     Args:
         checkpoint: In the layout of compressed-tensors, or float.
-        files: Where its tensors are read from.
 
     Raises:
         CheckpointError: a tensor is missing, extra, of another type or shape, or no scale.

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.targets import is_ignored, layer_targets
@@ -26,6 +26,7 @@ from formats.errors import CheckpointError
 from formats.families.names import HEAD
 from formats.scheme import AUTO, BLOCK, ActivationSpec, LayerScheme, WeightSpec, has_groups
 from formats.stored.weights import storage_format
+from formats.strict import Values
 
 METHOD = "compressed-tensors"
 CLASS = "Linear"  # the target that means every linear layer
@@ -156,13 +157,7 @@ def _check_pattern(entry: str) -> str:
     return entry
 
 
-class _Values(BaseModel):
-    """Values of `quantization_config` that are read, by their types; others may stand beside."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
-
-
-class ArgsValues(_Values):
+class ArgsValues(Values):
     """How one tensor of a layer is quantized."""
 
     num_bits: int | None = None
@@ -178,7 +173,7 @@ class ArgsValues(_Values):
     observer_kwargs: dict[str, Any] | None = None
 
 
-class GroupValues(_Values):
+class GroupValues(Values):
     """Layers of one scheme."""
 
     targets: list[Annotated[str, AfterValidator(_check_pattern)]]
@@ -187,7 +182,7 @@ class GroupValues(_Values):
     input_activations: ArgsValues | None = None
 
 
-class QuantizationValues(_Values):
+class QuantizationValues(Values):
     """The whole of it."""
 
     format: str | None = None

@@ -64,10 +64,7 @@ class CacheScales:
 
 
 def read_cache(
-    path: Path,
-    config: Mapping[str, Any],
-    served: KVCacheSpec | None,
-    files: dict[str, TensorFile],
+    path: Path, config: Mapping[str, Any], served: KVCacheSpec | None, files: dict[str, TensorFile]
 ) -> CacheScales:
     """The scales of a folder's cache.
 
@@ -176,11 +173,7 @@ def _offset(name: str, files: Mapping[str, TensorFile], own: Cached) -> Tensor:
 
 
 def _scale(
-    spec: KVCacheSpec,
-    name: str,
-    role: Any,
-    files: Mapping[str, TensorFile],
-    own: Cached,
+    spec: KVCacheSpec, name: str, role: Any, files: Mapping[str, TensorFile], own: Cached
 ) -> Tensor:
     """One scale in fp32, by head."""
     shape = files[name].tensors[name][1]

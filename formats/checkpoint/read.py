@@ -40,12 +40,12 @@ from formats.errors import CheckpointError
 from formats.families.registry import predicting_layer
 from formats.files import find_file
 from formats.foreign.folder import named
+from formats.hub import locate_folder
 from formats.modeling.layers import embedding_name, head_name
 from formats.pack import unpack_powers
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme, has_float_zeros
 from formats.stored.folder import MANIFEST, auxiliary_files, check_manifest, check_own_cache
-from formats.stored.other_kinds import locate_folder
 from formats.stored.safetensors_files import NamedTensors, TensorFile, read_elements, read_tensors
 from formats.stored.weights import StoredWeight, expect, join_weights, read_weights
 
@@ -84,7 +84,10 @@ class Checkpoint(NamedTensors):
         self.kv_offsets, self.caches = self._cache.offsets, self._cache.schemes
         check_own_cache(path, contents.own, self.caches, needed=quantized_kv)
         self.scheme = Scheme(
-            weights=main.weights, activations=main.activations, kv_cache=self.caches.kv_cache
+            weights=main.weights,
+            activations=main.activations,
+            kv_cache=self.caches.kv_cache,
+            states=contents.own and contents.own.states,
         )
         self.quantized_modules = self.modules_stored_in(QUANTIZED)
         static = [name for name in self.quantized_modules if f"{name}.input_scale" in self._files]
@@ -142,7 +145,6 @@ class Checkpoint(NamedTensors):
         """The quantized weights of linear layers of one scheme and as many inputs, read as one.
 
         Args:
-            modules: Full names.
             device: Where they go, and where packed integers are unpacked.
         """
         foreign = [self._foreign[module] for module in modules if module in self._foreign]

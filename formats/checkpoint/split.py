@@ -99,8 +99,6 @@ def alternating_experts(
     """The tensors of layers in a parameter of all experts; none of another tensor.
 
     Args:
-        name: Of the parameter.
-        file: Holds it.
         names: Of an expert's layers.
 
     Raises:
@@ -129,19 +127,13 @@ class RowsOf:
     """Layers that are runs of rows of one tensor.
 
     Args:
-        file: Holds the tensor.
-        tensor: Its name.
         starts: First row of each layer, of the tensor seen as [rows, columns], by the name that
             its own tensor gets.
         shape: Of each layer's own tensor.
     """
 
     def __init__(
-        self,
-        file: StoredTensors,
-        tensor: str,
-        starts: Mapping[str, int],
-        shape: tuple[int, ...],
+        self, file: StoredTensors, tensor: str, starts: Mapping[str, int], shape: tuple[int, ...]
     ) -> None:
         dtype = file.tensors[tensor][0]
         width = dtype.itemsize * (shape[-1] if len(shape) > 1 else 1)
@@ -293,10 +285,7 @@ def _split_merged(
 
 
 def _split_experts(
-    found: dict[str, TensorFile],
-    files: Mapping[str, StoredTensors],
-    name: str,
-    names: Mixture,
+    found: dict[str, TensorFile], files: Mapping[str, StoredTensors], name: str, names: Mixture
 ) -> None:
     """Put experts' layers in the place of a 3-D parameter of all; others are left alone."""
     match = _STACKED.match(name)
@@ -313,10 +302,7 @@ def _split_experts(
 
 
 def _put_apart(
-    found: dict[str, TensorFile],
-    name: str,
-    file: StoredTensors,
-    apart: Mapping[str, TensorFile],
+    found: dict[str, TensorFile], name: str, file: StoredTensors, apart: Mapping[str, TensorFile]
 ) -> None:
     """Put layers in the place of the parameter of all experts that holds them, if any."""
     twice = sorted(apart.keys() & found.keys())

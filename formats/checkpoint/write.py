@@ -86,7 +86,10 @@ class _Beside:
         )
         config = self.config | ({"quantization_config": quantization} if quantization else {})
         own = OwnPart(
-            kv_cache=self.scheme.kv_cache, kv_caches=self.caches, sink_tokens=self.sink_tokens
+            kv_cache=self.scheme.kv_cache,
+            kv_caches=self.caches,
+            sink_tokens=self.sink_tokens,
+            states=self.scheme.states,
         )
         config |= {OWN_KEY: own.model_dump()}
         everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
@@ -225,7 +228,6 @@ class CheckpointWriter:
         """Add a quantized linear layer, but for its bias, which is added as it is.
 
         Args:
-            module: Full name.
             dtype: The type that the weight has in the unquantized model.
             input_scale: fp32 [1] where activations are static, else None.
         """

@@ -7,16 +7,15 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from formats.cache_scheme import CacheSchemes
+from formats.cache_scheme import CacheSchemes, StateSpec
 from formats.documents import check_values, read_document
 from formats.errors import CheckpointError
 from formats.families.registry import is_ours
 from formats.families.values import check_model_values
 from formats.files import find_file, sha256_file
+from formats.hub import refuse_other_kinds
 from formats.namespace import later
-from formats.published.known import find_layout, needs_code
-from formats.published.layout import PublishedLayout
-from formats.stored.other_kinds import refuse_other_kinds
+from formats.published.layouts import PublishedLayout, find_layout, needs_code
 from formats.strict import Strict
 
 with later():
@@ -49,16 +48,18 @@ AGAIN = "Copy the checkpoint again, or write it again"
 
 
 class OwnPart(CacheSchemes):
-    """What is in `quant/`, as config.json says under a key of its own: scales of the cache.
+    """What is ours, as config.json says under a key of its own: scales of the cache in `quant/`.
 
     Without it nobody could tell a folder that has lost its `quant/` from one that never had any.
 
     Attributes:
         sink_tokens: Tokens at the beginning of every sequence that are quantized apart: their rows
             have static input scales of their own, their K and V stay in float on a CPU.
+        states: How kept recurrent states are stored, which has nothing in `quant/`.
     """
 
     sink_tokens: Annotated[int, Field(ge=0, le=MOST_SINKS)] = 0
+    states: StateSpec | None = None
 
 
 class ConfigFile(NamedTuple):

@@ -21,8 +21,8 @@ from torch import Tensor
 from formats.documents import parse, read_document
 from formats.errors import CheckpointError
 from formats.files import find_file, fsync_path
-from formats.scheme import Strict
-from formats.stored.other_kinds import refuse_other_kinds
+from formats.hub import refuse_other_kinds
+from formats.strict import Strict, Values
 
 DTYPES = {
     "F64": torch.float64,
@@ -71,10 +71,8 @@ class Header(BaseModel):
         return self.__pydantic_extra__
 
 
-class Index(BaseModel):
+class Index(Values):
     """Which file holds each tensor; what else an index says is not read."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
 
     weight_map: dict[str, str]
 
@@ -112,14 +110,7 @@ class Derived(_NamedKinds, Protocol):
 
 
 class Computed:
-    """One tensor that follows from a file's, made when it is asked for; a `Derived`.
-
-    Args:
-        path: The file.
-        name: The tensor's.
-        kind: Its type and shape.
-        make: Gives it.
-    """
+    """One tensor that follows from a file's, made when it is asked for; a `Derived`."""
 
     def __init__(self, path: Path, name: str, kind: Kind, make: Callable[[], Tensor]) -> None:
         self.path, self.tensors, self._make = path, {name: kind}, make

@@ -193,7 +193,6 @@ def check_weight(scheme: LayerScheme, module: str, shape: Shape, kind: Kind) -> 
     """Check the types and shapes of a weight's tensors; nothing is read.
 
     Args:
-        module: Full name of the layer.
         kind: Gives the type and shape of a tensor by its full name.
 
     Raises:

@@ -22,6 +22,7 @@ from formats.command import CommandParser, count, device
 from formats.errors import EngineError
 from formats.files import replace_file
 from formats.gguf.locate import is_gguf, locate_model
+from formats.hub import model_argument
 from inference.arguments import (
     add_adapter_argument,
     add_invariant_argument,
@@ -109,8 +110,9 @@ def parser() -> argparse.ArgumentParser:
         prog="ptq bench", formatter_class=AS_WRITTEN, description=REQUESTS, epilog=ABOUT_FIGURES
     )
     add = made.add_argument
-    add("checkpoint", type=Path, nargs="?", help="folder of a quantized or float model")
-    add("--against", type=Path, metavar="ORIGINAL", help="compare with this model")
+    about = "folder of a quantized or float model"
+    add("checkpoint", type=model_argument, nargs="?", help=about)
+    add("--against", type=model_argument, metavar="ORIGINAL", help="compare with this model")
     kinds, cache = ["float32", "bfloat16"], "compare with the same model and a cache of this type"
     add("--against-kv", choices=kinds, action="append", default=[], help=cache)
     code = "compare with the same model run by transformers' own code"

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint.read import Checkpoint
-from formats.command import bar
+from formats.command import bar, end_with
 from formats.errors import EngineError, PTQError, RequestError
 from formats.families.names import HEAD
 from formats.files import replace_file
-from formats.parent import end_with
 from inference.arguments import read_adapters, speculate_config
 from inference.backend import require_device
 from inference.bench import figures

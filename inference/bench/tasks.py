@@ -71,7 +71,6 @@ def make_task(name: TaskName, checkpoint: Path, new_tokens: int) -> Task:
     """The requests of a task.
 
     Args:
-        name: Which one.
         checkpoint: Folder of the model that is measured; its tokenizer is read.
         new_tokens: Tokens of each output of the repeated task.
 

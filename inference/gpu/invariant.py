@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch.nn.functional import pad
 
-from formats.errors import EngineError
+from formats.errors import NoFixedOrderError
 from inference.gpu.decoder import GpuDecoder
 from inference.gpu.experts import GpuExperts
 from inference.gpu.layers import TILE, GpuLinear
@@ -30,7 +30,7 @@ def invariant_decoder(model: GpuDecoder | CodeModel) -> GpuDecoder:
     """A decoder on the same weights whose tokens have the same bits in any step.
 
     Raises:
-        EngineError: a part of it has no kernel that does so.
+        NoFixedOrderError: a part of it has no kernel that does so.
     """
     if isinstance(model, CodeModel):
         raise _refused("the model is run by transformers' code")
@@ -78,8 +78,8 @@ def filled(own: GpuLinear, weight: DenseWeight) -> tuple[GpuLinear, DenseWeight]
     return replace(own, weight=made, outputs=rows, missing=own.missing + wider), made
 
 
-def _refused(reason: str) -> EngineError:
-    return EngineError(
+def _refused(reason: str) -> NoFixedOrderError:
+    return NoFixedOrderError(
         f"invariant: {reason}, which has no fixed order of sums on a GPU; leave it out, or run on "
         "the CPU, where all have"
     )

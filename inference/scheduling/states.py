@@ -11,7 +11,8 @@ before each of its drafts, and the sequence goes on with the one before the firs
 
 Sums are grouped by pieces of a prompt: [0, piece), [piece, 2 piece) and so on. No step ends inside
 of one, and what comes after the prompt is computed token by token, so that a sequence's bits do not
-depend on how it is cut into steps, preempted or found.
+depend on how it is cut into steps, preempted or found; where snapshots are rounded, they depend on
+what of it is found.
 """
 
 from __future__ import annotations
@@ -46,15 +47,21 @@ class StateRows:
         snapshots: Rows after those of drafts.
         piece: Tokens of a piece.
         drafts: Rows after these, of the states before drafts.
+        int8: Whether snapshots are rounded, so that their rows are for nothing else.
 
     Attributes:
         piece: Tokens of a piece.
         rows: All rows.
+        int8: As above.
+        kept: The first row of snapshots.
         wanted: By place, the row that gets the state after so many tokens.
     """
 
-    def __init__(self, places: int, snapshots: int, piece: int, drafts: int = 0) -> None:
-        self.piece, self.rows = piece, places + drafts + snapshots
+    def __init__(
+        self, places: int, snapshots: int, piece: int, drafts: int = 0, *, int8: bool = False
+    ) -> None:
+        self.piece, self.int8, self.kept = piece, int8, places + drafts
+        self.rows = self.kept + snapshots
         self.wanted: dict[int, dict[int, int]] = {}
         self._drafted = dict[int, dict[int, int]]()  # as `wanted`
         self._before = list(range(places, places + drafts))  # rows of the states before drafts
@@ -82,7 +89,9 @@ class StateRows:
 
     def reserve(self, drafts: int) -> None:
         """Have rows for so many drafts of a step, at the cost of snapshots, as far as these go."""
-        while len(self._before) < drafts and (row := self._spare_row()) is not None:
+        while not self.int8 and len(self._before) < drafts:
+            if (row := self._spare_row()) is None:
+                break
             self._before.append(row)
 
     def _spare_row(self) -> int | None:

@@ -162,16 +162,27 @@ class CodeModel:
         kind = state.Stateful
         return [part for part in self.module.modules() if isinstance(part, kind)]
 
-    def keep_states(self, rows: int) -> int:
-        """Have rows of states for sequences and snapshots; tells their bytes."""
-        return sum(own.keep(rows, self.device) for own in self._stateful)
+    def state_bytes(self, *, int8: bool = False) -> int:
+        """Bytes of the states of a sequence, as they are or as they are kept in int8."""
+        return sum(one.nbytes(int8=int8) for own in self._stateful for one in own.shapes)
 
-    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy states from first to second row of each pair, in their order."""
-        for some in state.at_once(pairs):
+    def keep_states(self, rows: int, int8: int | None = None) -> int:
+        """Have rows of states for sequences and snapshots, so many of the last in int8 unless None;
+        tells their bytes."""
+        return sum(own.keep(rows, self.device, int8) for own in self._stateful)
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]], kept: int) -> None:
+        """Copy states from first to second row of each pair, in their order; those from row `kept`
+        on are of snapshots."""
+        for some in state.at_once(pairs, kept):
             sources, targets = torch.tensor(some, device=self.device).T
             for own in self._stateful:
-                own.copy_rows(sources, targets)
+                own.copy_rows(sources, targets, kept=some[0][0] >= kept)
+
+    def round_states(self, row: int) -> None:
+        """Have in a sequence's row the state it would have if it were kept now, and found."""
+        for own in self._stateful:
+            own.round_row(row)
 
     def _places(self, step: Step) -> dict[str, Tensor]:
         """Positions of the tokens, for code that asks for them."""

@@ -27,12 +27,15 @@ class Piece:
         begins: Whether they are a sequence's first.
         keeps: int64 [B], rows that get the states after them, too, the last row of all where none
             does; None where none of them has one.
+        for_others: Whether those rows are of states that the prefix cache keeps, and not of states
+            before drafts.
     """
 
     tokens: Tensor
     rows: Tensor
     begins: bool = False
     keeps: Tensor | None = None
+    for_others: bool = False
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Piece:
         """The same on another device."""
@@ -61,7 +64,7 @@ def pieces_of(work: Work, *, longest: bool = False) -> list[Piece]:
         for begin, stop in pairwise([start, *(kept if longest else cuts), end]):
             tokens = torch.arange(first + begin - start, first + stop - start)
             keeps = torch.tensor([wanted[stop]]) if stop in wanted else None
-            found.append(Piece(tokens, row, begin == 0, keeps))
+            found.append(Piece(tokens, row, begin == 0, keeps, for_others=keeps is not None))
     return found
 
 

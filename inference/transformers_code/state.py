@@ -14,7 +14,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, cast
 
@@ -29,25 +29,11 @@ from formats.modeling.states import cache_argument
 from inference.transformers_code.attention import current_step, only_rows, quiet
 from inference.transformers_code.pieces import Piece
 from inference.transformers_code.projections import Projections
+from inference.transformers_code.state_pool import StatePool, StateShape
 
 PROBED = 6  # tokens that are compared
 NEAR = {torch.float32: 0.02}  # relative distance of what differs by roundings alone
 NEAR_HALF = 0.1  # the same in 16 bits, of quantized layers too
-
-
-@dataclass(frozen=True)
-class StateShape:
-    """One state of a sequence: `kind` and `index` say where transformers' layer has it."""
-
-    kind: str
-    index: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class _Every(list[Any]):
@@ -98,7 +84,7 @@ class Stateful(nn.Module):
         self.continues = self.together = True
         self.outputs: int | None = None
         self.projections = Projections(mixer)
-        self._pools: list[Tensor] = []
+        self._pools: list[StatePool] = []
         self._values: int | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -107,18 +93,20 @@ class Stateful(nn.Module):
         except AttributeError:  # its block's code may look at it
             return getattr(super().__getattr__("mixer"), name)
 
-    def keep(self, rows: int, device: torch.device) -> int:
-        """Have so many rows of states, and one for rows of steps that stand for no sequence, the
-        last; tells their bytes."""
-        self._pools = [
-            torch.zeros(rows + 1, *own.shape, dtype=own.dtype, device=device) for own in self.shapes
-        ]
+    def keep(self, rows: int, device: torch.device, int8: int | None = None) -> int:
+        """Have so many rows of states, the last ones in int8, as `StatePool`; tells their bytes."""
+        self._pools = [StatePool(own, rows, device, int8) for own in self.shapes]
         return sum(pool.nbytes for pool in self._pools)
 
-    def copy_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy states from some rows to as many others, all at once."""
+    def copy_rows(self, sources: Tensor, targets: Tensor, *, kept: bool = False) -> None:
+        """Copy states from some rows to as many others, all at once; as `StatePool.copy`."""
         for pool in self._pools:
-            pool[targets] = pool[sources]
+            pool.copy(sources, targets, kept=kept)
+
+    def round_row(self, row: int) -> None:
+        """As `StatePool.round`."""
+        for pool in self._pools:
+            pool.round(row)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own: hidden states [1, T, H] to the same, or to all that is of tokens."""
@@ -159,21 +147,21 @@ class Stateful(nn.Module):
         ]
         if not several:
             parts[0] = replace(parts[0], begins=piece.begins)
-            parts[-1] = replace(parts[-1], keeps=piece.keeps)
+            parts[-1] = replace(parts[-1], keeps=piece.keeps, for_others=piece.for_others)
         return parts
 
     def _run(self, x: Tensor, piece: Piece, given: Mapping[str, Any]) -> list[Tensor]:
         """Tokens [n, H] through the module, as [1, n, H] or [n, 1, H]; states are read from their
         rows, and written."""
-        states = [pool[piece.rows] for pool in self._pools]
+        states = [pool.read(piece.rows) for pool in self._pools]
         x = x[:, None] if len(piece.rows) > 1 else x[None]
         self.projections.begin(x, piece.tokens)
         with only_rows(piece.tokens):
             y, after = self.call(x, states, piece.begins, given)
         for pool, state in zip(self._pools, after, strict=True):
-            pool[piece.rows] = state.to(pool.dtype)
+            pool.write(piece.rows, state)
             if piece.keeps is not None:
-                pool[piece.keeps] = state.to(pool.dtype)
+                (pool.keep if piece.for_others else pool.write)(piece.keeps, state)
         return y
 
     def call(
@@ -206,11 +194,16 @@ def _required(mixer: nn.Module) -> dict[str, None]:
     return dict.fromkeys(must)
 
 
-def at_once(pairs: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-    """Pairs of rows to be copied one after the other, in runs that may be copied at once."""
+def at_once(pairs: Sequence[tuple[int, int]], kept: int = 0) -> Iterator[Sequence[tuple[int, int]]]:
+    """Pairs of rows to be copied one after the other, in runs that may be copied at once.
+
+    Args:
+        kept: First row of kept states: what a run copies is either from there on or before it.
+    """
     written, start = set[int](), 0
     for i, pair in enumerate(pairs):
-        if not written.isdisjoint(pair):
+        other = (pair[0] >= kept) != (pairs[start][0] >= kept)
+        if other or not written.isdisjoint(pair):
             yield pairs[start:i]
             written, start = set(), i
         written.add(pair[1])

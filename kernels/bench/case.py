@@ -196,7 +196,6 @@ class Limits:
     """What a device does at most.
 
     Attributes:
-        device: Its name.
         bandwidth: Bytes a microsecond.
         rates: Operations a microsecond, by what multiplies.
         note: How they were found, for a person.

@@ -141,8 +141,10 @@ def elementwise(op: str, rows: int, size: int = 8192) -> BenchCase:
 CASES = {family: partial(of_layers, family) for family in CPU_LAYERS}
 CASES |= {"attention": of_attention, "fused": of_rows}  # what makes the cases of a family
 
+LEAST = 0.2  # seconds of multiplications that are measured
 
-def measure_limits(seconds: float = 0.2) -> Limits:
+
+def measure_limits() -> Limits:
     """Measure the machine: a buffer that no cache holds, and multiplications in registers."""
     loaded, threads = native.loaded(), torch.get_num_threads()
     data = torch.ones(256 << 20, dtype=torch.uint8)
@@ -151,7 +153,7 @@ def measure_limits(seconds: float = 0.2) -> Limits:
     rates = {}
     for unit in ("f32", "int8", "int4"):
         rounds, done, spent = 100_000, 0.0, 0.0
-        while spent < seconds:
+        while spent < LEAST:
             rounds *= 2
             start = time.perf_counter()
             done = loaded.ptq_multiply_add(FORMATS[unit], rounds, threads)

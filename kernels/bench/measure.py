@@ -242,7 +242,6 @@ class Bench:
     """A run of the benchmark.
 
     Attributes:
-        limits: The device's.
         peers: What else is measured, or None.
         wrong: Cases whose results were wrong, as messages.
     """

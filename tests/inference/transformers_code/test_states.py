@@ -184,7 +184,7 @@ def test_states_count_in_the_memory(made):
 
 
 def test_memory_that_is_too_small_for_states_is_named(made, monkeypatch):
-    def none_left(self, rows):
+    def none_left(*_):
         raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr(CodeModel, "keep_states", none_left)

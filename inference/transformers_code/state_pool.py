@@ -1,0 +1,111 @@
+"""Rows of recurrent states: sequences' own, which are never rounded, and kept ones, maybe in int8.
+
+What is rounded at every step collects the loss of all steps: a running state in int8 costs thirty
+(Qwen3-Next) to seventy (Mamba-2) times the KL divergence of one that is rounded once in 64 tokens,
+and stochastic rounding does not help (random models, the same scales). So a state is rounded when
+it is kept for the prefix cache, once, with scales of its own (`kernels.numerics.outer_scales`), and
+a sequence that begins with it goes on in floats. States before drafts are kept as they are: drafts
+change no token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.numerics import dequantize, outer_scales, quantize
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """One state of a sequence: `kind` and `index` say where transformers' layer has it."""
+
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether int8 is for it: matrices. What convolutions keep is small, and stays as it is."""
+        return self.kind == "recurrent" and len(self.shape) > 1
+
+    def nbytes(self, *, int8: bool = False) -> int:
+        """Bytes of one; `int8`: as it is kept where kept states are rounded."""
+        count = math.prod(self.shape)
+        if not (int8 and self.is_rounded):
+            return count * self.dtype.itemsize
+        *heads, rows, columns = self.shape
+        return count + 4 * math.prod(heads) * (rows + columns)
+
+
+class StatePool:
+    """One state of many sequences, a row each.
+
+    Args:
+        own: What a row holds.
+        rows: All rows; one more, the last, is for rows of steps that stand for no sequence.
+        int8: How many of these, the last ones, hold kept states in int8; None where states are
+            kept as they are.
+    """
+
+    def __init__(self, own: StateShape, rows: int, device: torch.device, int8: int | None) -> None:
+        kept = int8 if own.is_rounded else None
+        self._first = rows - (kept or 0)
+
+        def zeros(count: int, *shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(count, *shape, dtype=dtype, device=device)
+
+        self._floats = zeros(self._first + 1, *own.shape, dtype=own.dtype)
+        self._int8: tuple[Tensor, ...] | None = None  # values, scales of rows and of columns
+        if kept is not None:
+            *heads, high, wide = own.shape
+            self._int8 = (
+                zeros(kept, *own.shape, dtype=torch.int8),
+                zeros(kept, *heads, high, 1, dtype=torch.float32),
+                zeros(kept, *heads, 1, wide, dtype=torch.float32),
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self._floats.nbytes + sum(part.nbytes for part in self._int8 or ())
+
+    def read(self, rows: Tensor) -> Tensor:
+        """States [B, ...] of sequences."""
+        return self._floats[rows]
+
+    def write(self, rows: Tensor, state: Tensor) -> None:
+        """Put states [B, ...] into rows of sequences, or of states before drafts."""
+        self._floats[rows] = state.to(self._floats.dtype)
+
+    def keep(self, rows: Tensor, state: Tensor) -> None:
+        """Put states [B, ...] into rows of kept ones."""
+        if self._int8 is None:
+            self.write(rows, state)
+            return
+        for part, found in zip(self._int8, _rounded(state), strict=True):
+            part[rows - self._first] = found
+
+    def copy(self, sources: Tensor, targets: Tensor, *, kept: bool) -> None:
+        """Copy states to rows of sequences, all at once; `kept`: from rows of kept ones."""
+        if self._int8 is None or not kept:
+            self._floats[targets] = self._floats[sources]
+            return
+        q, high, wide = (part[sources - self._first] for part in self._int8)
+        self.write(targets, dequantize(q, high * wide))
+
+    def round(self, row: int) -> None:
+        """Have in a sequence's row what it would begin with if its state were kept and found."""
+        if self._int8 is not None:
+            q, high, wide = _rounded(self._floats[row])
+            self._floats[row] = dequantize(q, high * wide).to(self._floats.dtype)
+
+
+def _rounded(state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """int8 values of matrices [..., R, C], and the scales of their rows and columns."""
+    rows, columns = outer_scales(state)
+    return quantize(state, rows * columns), rows, columns
