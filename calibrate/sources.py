@@ -158,7 +158,7 @@ def plain_text(value: Any) -> str:
 
 
 def chat_text(tokenizer: Any, variables: Mapping[str, Any]) -> Convert:
-    """A `Convert` that renders chats, `formats.text_tokens`'s, with the tokenizer's template.
+    """A `Convert` that renders chats, `formats.chat_template`'s, with the tokenizer's template.
 
     Raises:
         RecipeError: the tokenizer has none.

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from calibrate.spec import SplitSpec
-from formats.chat_template import has_chat_template, render_chat
-from formats.text_tokens import leading_tokens, text_tokens
+from formats.chat_template import has_chat_template, leading_tokens, render_chat, text_tokens
 
 ASKED = ("Continue this text:", "What comes after this?", "Write on from here.")
 PASSAGES = (300, 900, 1500)  # characters, in turn: templates' tokens stand at many positions

@@ -6,6 +6,7 @@ Its progress goes to standard error: a bar on a terminal, plain lines elsewhere.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 import re
@@ -116,6 +117,21 @@ def run_command(
             gc.freeze()
 
 
+PR_SET_PDEATHSIG = 1  # Linux, prctl(2): a signal for when the parent dies
+
+
+def end_with(parent: int) -> None:
+    """Have the system kill this process when its parent dies, whatever it does then; on Linux.
+
+    Args:
+        parent: Its process id; if that is no longer the parent, this process ends at once.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
+
+
 SECONDS = 10.0  # between two lines where there is no terminal
 PLAIN = "{desc}: {n_fmt} of {total_fmt}{postfix}, {elapsed}"
 
@@ -136,11 +152,9 @@ def bar(
     """A bar over items, or over a total that is counted by its `update`.
 
     Args:
-        items: What is iterated over.
         title: What is being done, such as `Comparing`.
         unit: What is counted, in the singular.
         total: How many there will be, where `items` do not tell.
-        shown: Whether anything is shown.
     """
     if not shown:
         return tqdm.tqdm(items, total=total, disable=True)

@@ -19,8 +19,6 @@ def read_document(folder: Path, name: str, kind: type[T], remedy: str) -> T | No
     """A JSON file of a model's folder; None where there is no such file.
 
     Args:
-        folder: The folder.
-        name: Path of the file in it.
         kind: What it holds: a pydantic model or any other type.
         remedy: What to do about a damaged one, as a sentence.
 
@@ -35,9 +33,7 @@ def parse(data: str | bytes, kind: type[T], origin: str, remedy: str) -> T:
     """Read JSON.
 
     Args:
-        data: The text.
         kind: What it holds: a pydantic model or any other type.
-        origin: Where it is from, for messages.
         remedy: What to do about a damaged one, as a sentence.
 
     Raises:

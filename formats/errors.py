@@ -43,6 +43,10 @@ class EngineError(PTQError):
     """The engine cannot go on: an invariant of its own was broken or a step failed."""
 
 
+class NoFixedOrderError(EngineError):
+    """A device has no kernels that sum what a model multiplies in one order in any step."""
+
+
 class EngineEndedError(EngineError):
     """A process that the engine needs is gone: it runs nothing any more; make another."""
 

@@ -34,8 +34,6 @@ def find_file(folder: Path, name: str, origin: str | None = None) -> Path | None
     Whatever is read of a folder is opened by the path that this gives.
 
     Args:
-        folder: The folder.
-        name: Path of the file in it.
         origin: The file that names this one, for messages, where one does.
 
     Raises:

@@ -13,15 +13,19 @@ where that is not ours.
 Modules that are imported inside `with later():` are loaded with their first use. A command's file
 holds its arguments and what it does, a method's its specification and its algorithm. Arguments and
 recipes are read, and refused, without the rest: importing torch for that would take seconds.
+
+The version is that of all packages, which are one distribution.
 """
 
 from __future__ import annotations
 
 import builtins
 import gc
+import importlib.metadata
 import importlib.util
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -133,3 +137,12 @@ def require_own_packages(*packages: str) -> None:
                 f"not {ROOT / name}. Remove it (`pip uninstall {name}`), or install ptq in a "
                 "virtual environment of its own"
             )
+
+
+def version() -> str:
+    """Version of the installed distribution `ptq`, or of the checkout that this file is in."""
+    try:
+        return importlib.metadata.version("ptq")
+    except importlib.metadata.PackageNotFoundError:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        return project["version"]

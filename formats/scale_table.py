@@ -70,8 +70,6 @@ def unmeasured_entry(
 
     Args:
         tensor: Its name in the checkpoint.
-        role: What it belongs to.
-        scale: The scale.
         dtype: Type of what it scales.
         granularity: What shares it.
         absmax: The largest magnitude that it stands for.

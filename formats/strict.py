@@ -1,4 +1,4 @@
-"""What configurations of ours are made of."""
+"""What configurations are made of: ours, and those of others that are read."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -7,3 +7,9 @@ class Strict(BaseModel):
     """Frozen configuration that rejects unknown keys and does not coerce types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Values(BaseModel):
+    """Values of others' files that are read, by their types; others may stand beside them."""
+
+    model_config = ConfigDict(frozen=True, strict=True)

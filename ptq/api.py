@@ -7,7 +7,7 @@ from pathlib import Path
 
 from formats.errors import RecipeError
 from formats.lock import output_locked
-from ptq.convert.beside import write_beside
+from ptq.convert.convert import write_beside
 from ptq.pipeline.driver import quantize as run_plan
 from ptq.pipeline.resume import telling_what_is_kept
 from ptq.plan.plan import plan_recipe

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from formats.command import run_command
 from formats.errors import RequestError, suggestion
-from formats.namespace import load_module, require_own_packages
-from ptq.version import version
+from formats.namespace import load_module, require_own_packages, version
 
 ABOUT = {
     "run": "quantize a model as a recipe says, and report what it cost",

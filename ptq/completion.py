@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.command import CommandParser, device
+from formats.hub import model_argument
 from formats.namespace import later
 from ptq.cli import COMMANDS
 from ptq.recipe.own_model import shipped_paths
@@ -81,7 +82,7 @@ def _completed_by(action: argparse.Action, recipes: dict[str, Any]) -> dict[str,
         return recipes
     if action.metavar == "DIR" or ("folder" in text and "file" not in text):
         return shtab.DIRECTORY
-    return shtab.FILE if action.type is Path or "folder" in text else None
+    return shtab.FILE if action.type in (Path, model_argument) or "folder" in text else None
 
 
 def _recipes(names: Sequence[str]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from ptq.output import CHECKPOINT_FOLDER, REPORT_FOLDER, is_taken
 from ptq.recipe.own_model import shipped_paths
 from ptq.report import comparison
 from ptq.report.data import ReportData
-from recipes import certified, results
+from recipes import results
 
 REPORT = Path(REPORT_FOLDER) / "report.json"
 
@@ -161,9 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs = {n: r for n, r in reports.items() if isinstance(r, ReportData)}
             results.record(results.row_of(n, report, **shared) for n, report in runs.items())
             found = ((path.name, read_certificate(path / CHECKPOINT_FOLDER)) for path in ran)
-            if rows := [certified.row_of(name, n, own) for n, own in found if own is not None]:
-                certified.record(rows)
-                certified.main()
+            if rows := [results.certificate_row(name, n, c) for n, c in found if c is not None]:
+                results.record_certificates(rows)
     print("\n".join(tables), end="")
     if tables and arguments.markdown is not None:
         replace_file(arguments.markdown, "\n".join(tables).encode())

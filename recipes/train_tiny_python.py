@@ -23,7 +23,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,7 @@ from transformers import (
 )
 
 from formats.errors import RecipeError
-from recipes.tiny_python_card import write_card
-from recipes.tiny_python_check import Check, check_model
+from recipes.tiny_python_card import Check, check_model, write_card
 from recipes.tiny_python_corpus import Corpus, build_corpus
 
 DEFAULT_CONFIG = Path(__file__).parent / "tiny-python" / "config.json"
@@ -259,7 +258,7 @@ def training_record(
         "steps": result.steps,
         "tokens": result.tokens,
         "training_loss": round(result.loss, 4),
-        **check.to_json(),
+        **asdict(check),
         "parameters": result.parameters,
         "sequence_length": LENGTH,
         "batch_tokens": args.batch_tokens,

@@ -90,7 +90,6 @@ class HeadSpec:
         epochs: How often the text is read.
         learning_rate: The highest.
         minutes: Most time of training; the learning rate has fallen to zero by then.
-        seed: For the first weights and the order of sequences.
     """
 
     vocabulary: int = 3072
@@ -186,7 +185,6 @@ def write_head(network: HeadNetwork, folder: Path, bits: Literal[8, 16] = 8) -> 
     """Write a head in the published layout: config.json and model.safetensors.
 
     Args:
-        folder: Gets the files.
         bits: Of each weight: 16 are bf16; 8 are int8 with a scale for each output channel.
     """
     tensors, rounded = {}, {}

@@ -21,13 +21,7 @@ import torch
 from torch import Tensor
 
 from formats.adapters.factors import AdapterFactors, read_factors
-from formats.adapters.settings import (
-    AGAIN,
-    MERGE,
-    LoraSettings,
-    adapter_folder,
-    read_lora_settings,
-)
+from formats.adapters.settings import AGAIN, MERGE, LoraSettings, adapter_folder, read_lora_settings
 from formats.adapters.targets import Base
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
@@ -142,7 +136,6 @@ def factors_for(folder: Path, trained_on: str | None, checkpoint: Checkpoint) ->
     """What an adapter has to follow; nothing where it was trained on the checkpoint itself.
 
     Args:
-        folder: The adapter's.
         trained_on: Its base, as its settings name it.
         checkpoint: What it is to run on.
 

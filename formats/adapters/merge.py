@@ -66,7 +66,6 @@ def write_merged(
         out: The folder to make.
         force: Whether an existing `out` may be replaced.
         shard_bytes: Most bytes of one weight file.
-        progress: Whether to show a bar.
 
     Returns:
         The adapter.

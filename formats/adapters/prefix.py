@@ -31,7 +31,6 @@ class Prefix:
     """Keys and values of n virtual tokens, for one checkpoint.
 
     Attributes:
-        path: The adapter's folder.
         keys: fp32 [blocks, n, kv heads * D].
         values: fp32 [blocks, n, kv heads * D].
     """
@@ -48,8 +47,6 @@ def read_prefix(folder: Path, settings: PrefixSettings, checkpoint: Checkpoint) 
     """Read a prefix for a checkpoint, which is its base or was quantized from it.
 
     Args:
-        folder: The adapter's.
-        settings: What its adapter_config.json says.
         checkpoint: What it is to run on, of a declared family whose attention has keys and values.
 
     Raises:

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from formats.documents import check_values, read_document
 from formats.errors import CheckpointError
 from formats.hub import model_folder
+from formats.strict import Values
 
 CONFIG = "adapter_config.json"
 AGAIN = "Save the adapter again by PEFT's save_pretrained"
@@ -48,7 +49,7 @@ Rank = Annotated[int, Field(ge=1)]
 Alpha = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class LoraSettings(BaseModel):
+class LoraSettings(Values):
     """adapter_config.json, as far as it changes what is computed.
 
     Attributes:
@@ -62,8 +63,6 @@ class LoraSettings(BaseModel):
         exclude_modules: What of the targets is left out.
         base_model_name_or_path: What it was trained on.
     """
-
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     r: Rank
     lora_alpha: Alpha
@@ -107,15 +106,13 @@ class LoraSettings(BaseModel):
         return self.layers_to_transform is None and not self.exclude_modules
 
 
-class PrefixSettings(BaseModel):
+class PrefixSettings(Values):
     """adapter_config.json of prefix tuning (`formats.adapters.prefix`).
 
     Attributes:
         num_virtual_tokens: Positions of the cache that it fills.
         base_model_name_or_path: What it was trained on.
     """
-
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     num_virtual_tokens: Rank
     base_model_name_or_path: str | None = None

@@ -67,7 +67,6 @@ class Base:
 
         Args:
             name: PEFT's.
-            origin: The adapter, for messages.
 
         Raises:
             CheckpointError: adapters do not run on it, or the base has none of that name.

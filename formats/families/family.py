@@ -312,7 +312,6 @@ class Family:
 
     Attributes:
         model_types: Values of config.json's `model_type` that it has.
-        attention: Its attention.
         feed_forward: Its dense feed-forward layer, below the module `mlp` of a block.
         mixture: Its mixture of experts; None for dense families.
         norms: Where its norms stand.

@@ -108,8 +108,6 @@ def smoothing_groups(
     What reads the residual stream itself has no norm to be smoothed through, and no group.
 
     Args:
-        family: The block's.
-        block: Its full name.
         names: Full names of its linear layers and routers.
         kinds: What is wanted.
     """

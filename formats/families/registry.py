@@ -28,6 +28,9 @@ BY_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES for kind in
 CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict("
 MOST_LAYERS, BLOCKS = 10_000, "num_hidden_layers"
 MODEL_TYPES = tuple(BY_TYPE)
+DOCUMENT = Path(__file__).parent / "README.md"
+COLUMNS = ("family", "smoothing", "CPU", "GPU", "cache", "transformers", "vLLM")
+BEGIN, END = "<!-- families -->", "<!-- end -->"
 OWN_CLASSES = {"llama_alibi": "formats.modeling.llama_alibi"}
 """Modules that register classes of models that are ours, for what transformers has no class of."""
 
@@ -59,7 +62,6 @@ def unsupported(config: Mapping[str, Any], source: str = "") -> str:
     """Why a model without a declared family is refused, with what its model_type may stand for.
 
     Args:
-        config: Its config.json.
         source: Where that is, if the message is to tell.
     """
     found, of = config.get("model_type"), f" of {source}" if source else ""
@@ -132,9 +134,6 @@ def predicting_layer(config: Mapping[str, Any], name: str) -> str | None:
     Of families without a declaration these are `mtp` (Qwen3-Next, Qwen3.5), or numbered on after
     the last block.
 
-    Args:
-        name: Full name.
-
     Returns:
         Full name of the layer.
     """
@@ -160,3 +159,28 @@ def predicting_patterns(config: Mapping[str, Any], names: Iterable[str]) -> list
     if layers and find_family(config):  # vLLM numbers them on, wherever files have them
         layers.add(Predicting().layer(size_in(config, BLOCKS)))
     return [rf"re:{re.escape(layer)}\." for layer in sorted(filter(None, layers))]
+
+
+def read_table() -> list[dict[str, str]]:
+    """What holds of each declared family: rows of a table, one a model type and one for all others.
+
+    That of README.md is measured, not written: `python -m tests.families_table` makes it from tiny
+    models of every declared type, and a test compares each row with what it finds.
+
+    Returns:
+        Cells by the names of `COLUMNS`.
+    """
+    text = DOCUMENT.read_text(encoding="utf-8")
+    lines = text.partition(BEGIN)[2].partition(END)[0].strip().splitlines()[2:]
+    cells = ([cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines)
+    return [dict(zip(COLUMNS, row, strict=True)) for row in cells]
+
+
+def with_table(rows: list[dict[str, str]]) -> str:
+    """The document with other rows."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    lines = [COLUMNS, tuple("---" for _ in COLUMNS)]
+    lines += [(f"`{row['family']}`", *(row[c] for c in COLUMNS[1:])) for row in rows]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"

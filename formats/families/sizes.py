@@ -187,10 +187,6 @@ def turning_pairs(family: Family, config: Mapping[str, Any], layer: int) -> tupl
     A factor for each number commutes with rotary embedding: only the channels of a pair must share
     it. Channels that do not turn, and all of a layer without rotation, are alone.
 
-    Args:
-        config: Its config.json.
-        layer: Index of the layer.
-
     Raises:
         CheckpointError: a size is missing in config.json.
     """

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from formats.documents import check_values
 from formats.families.registry import MOST_LAYERS, find_family
+from formats.strict import Values
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -23,13 +24,7 @@ Token = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 EndTokens = Token | list[Token] | None
 
 
-class _Values(BaseModel):
-    """Values that are read; others may stand beside them."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
-
-
-class RotationValues(_Values):
+class RotationValues(Values):
     """The rotation of one kind of layers."""
 
     rope_type: str | None = None
@@ -58,7 +53,7 @@ class RopeValues(RotationValues):
     sliding_attention: RotationValues | None = None
 
 
-class ModelValues(_Values):
+class ModelValues(Values):
     """A decoder's shape and what its layers compute."""
 
     hidden_size: Size | None = None
@@ -142,7 +137,7 @@ class ModelValues(_Values):
         return self
 
 
-class GenerationValues(_Values):
+class GenerationValues(Values):
     """generation_config.json, of which only the tokens that end a text are read."""
 
     eos_token_id: EndTokens = None

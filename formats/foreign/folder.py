@@ -220,7 +220,6 @@ class ForeignLayer:
     """A quantized layer of a foreign folder, or rows of one, as tensors of ours that no file has.
 
     Args:
-        module: Its name in the folder.
         path: The file of its integers.
         shape: Outputs and inputs.
         dtype: The type that holds its scales exactly: that of its files.

@@ -85,7 +85,7 @@ def refuse_paddle(scheme: Scheme) -> None:
     weights, inputs, cache = scheme.weights, scheme.activations, scheme.kv_cache
     kinds = {("int8", "per_channel"), ("fp8_e4m3", "per_tensor")}
     found = None
-    if not scheme.quantizes_anything:
+    if weights is None and cache is None:
         found = "a float checkpoint"
     elif weights and (not weights.symmetric or (weights.dtype, weights.granularity) not in kinds):
         found = weights.text

@@ -6,9 +6,9 @@ import hashlib
 import os
 from pathlib import Path
 
+from formats import hub
 from formats.lock import target_locked
 from formats.namespace import later
-from formats.stored import other_kinds
 
 with later():
     from formats.gguf import unpack
@@ -48,7 +48,7 @@ def locate_model(
             read here.
     """
     if not is_gguf(name):
-        return other_kinds.locate_folder(name, revision)
+        return hub.locate_folder(name, revision)
     path = Path(name).resolve()
     state = path.stat()
     seen = f"{path} {state.st_size} {state.st_mtime_ns} {floats} {LAYOUT}"

@@ -160,11 +160,7 @@ class _GPTNeo(Adapted):
 
 class _GPTNeoXJapanese(Adapted):
     def forward(
-        self,
-        hidden_states: Tensor,
-        *_: Any,
-        position_embeddings: tuple[Tensor, Tensor],
-        **__: Any,
+        self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor], **__: Any
     ) -> tuple[Tensor, None, Tensor | None]:
         my: Any = self
         size, turned = (my.num_attention_heads, 3 * my.head_size), my.rotary_ndims
@@ -201,7 +197,6 @@ def adapted_model(config: PretrainedConfig, attention: str) -> Any | None:
     """A model of such a class on the device of the moment; None where a class needs no adapting.
 
     Args:
-        config: Its configuration.
         attention: transformers' name of the attention that it is to compute with.
     """
     kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)

@@ -1,15 +1,20 @@
-"""config.json as transformers reads it."""
+"""config.json as transformers reads it, with the classes that it has not made known to it."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
-from typing import Any
-
-from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError
-from formats.modeling.own_classes import make_known
+from formats.families.registry import BY_TYPE, OWN_CLASSES
+from formats.namespace import later
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+with later():
+    import transformers
+    from huggingface_hub import errors
 
 
 def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
@@ -22,10 +27,10 @@ def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
     kind = str(rest.pop("model_type", None))
     make_known(kind)
     try:
-        return AutoConfig.for_model(kind, **rest)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        return transformers.AutoConfig.for_model(kind, **rest)
+    except (ValueError, TypeError, KeyError, AttributeError, errors.StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
-        found = "refuses it" if kind in CONFIG_MAPPING else "takes it for none"
+        found = "refuses it" if kind in transformers.CONFIG_MAPPING else "takes it for none"
         raise CheckpointError(
             f"config.json: transformers {found} ({reason}). Correct it, or copy that of the "
             "original model"
@@ -46,3 +51,24 @@ def _plain(value: Any) -> Any:
     if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity"):
         return float(value["__float__"])
     return {name: _plain(part) for name, part in value.items()}
+
+
+def make_known(model_type: str) -> None:
+    """Let transformers' AutoConfig and AutoModelForCausalLM know a class that it has not."""
+    file, family = OWN_CLASSES.get(model_type), BY_TYPE.get(model_type)
+    if file is not None:
+        importlib.import_module(file)
+    elif family is not None and family.alike is not None:
+        _register(model_type, family.alike)
+
+
+def _register(kind: str, alike: str) -> None:
+    """Register another type's classes, as their subclasses, for a type."""
+    if kind in transformers.CONFIG_MAPPING:
+        return
+    config_class, name = transformers.CONFIG_MAPPING[alike], kind.capitalize()
+    model_class: Any = transformers.AutoModelForCausalLM._model_mapping[config_class]
+    own = type(f"{name}Config", (config_class,), {"model_type": kind})
+    transformers.AutoConfig.register(kind, own)
+    made = type(f"{name}ForCausalLM", (model_class,), {"config_class": own})
+    transformers.AutoModelForCausalLM.register(own, made)

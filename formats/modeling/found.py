@@ -120,10 +120,7 @@ def _mixers(kind: str, model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _without_convolution(
-    model: nn.Module,
-    seen: Seen,
-    names: Mapping[nn.Module, str],
-    mixers: Mapping[str, nn.Module],
+    model: nn.Module, seen: Seen, names: Mapping[nn.Module, str], mixers: Mapping[str, nn.Module]
 ) -> dict[str, nn.Module]:
     """Modules that take a cache in blocks without attention and convolutions, by names in the
     code: what they keep there is a state, or they are refused where it is looked for."""

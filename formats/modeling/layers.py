@@ -117,7 +117,6 @@ def common_inputs(config: Mapping[str, Any], block: str, layers: Sequence[str]) 
     """Layers of a block that read one input: a name for that input, for each of them.
 
     Args:
-        block: Full name of the block.
         layers: Full names of its linear layers and routers.
     """
     family = find_family(config)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from formats.errors import CheckpointError
-from formats.modeling.stacked_conv import StackedConv
+from formats.modeling.states import StackedConv
 
 Read = Callable[[str], Tensor]
 FAULTS = (  # of others' code

@@ -23,10 +23,10 @@ from formats.families.registry import find_family
 from formats.families.sizes import merged_rows
 from formats.modeling.adapters import adapted_model
 from formats.modeling.experts import apart, split_experts
-from formats.modeling.stacked_conv import stack_convs
+from formats.modeling.states import stack_convs
 from formats.modeling.stored_names import stored_names
 from formats.modeling.trace import is_stack
-from formats.published.known import is_turned
+from formats.published.layouts import is_turned
 
 GATED = ("gate_proj", "up_proj", "down_proj")  # layers of experts that files hold in one parameter
 
@@ -52,7 +52,6 @@ def meta_model(config: PretrainedConfig, attention: str | None = None) -> nn.Mod
     """The model on the meta device: shapes only, its layers named and cut as in its files.
 
     Args:
-        config: Its configuration.
         attention: transformers' name of the attention that it computes with; None for its own.
     """
     values = config.to_dict()

@@ -49,7 +49,6 @@ class BlockStructure:
     """One decoder block.
 
     Attributes:
-        name: Full name.
         attention: Its attention; None where it has none.
         linears: Full names of the linear layers that can be quantized, experts' layers among them.
         routers: Full names of what gives experts their weights: linear layers that stay in float.
@@ -93,7 +92,6 @@ class Structure:
     """A decoder as its code has it. Names are those of the checkpoint's files.
 
     Attributes:
-        blocks: Its blocks in their order.
         list: Name, in the code, of the module that holds the blocks.
         embedding: Full name of the token embedding.
         norm: Full name of the norm after the last block; None where there is none.

@@ -75,7 +75,6 @@ class Seen:
         weighed: Linear layers whose weight other code looks at, beside calling them.
         masks: Of each mask's storage, whether (batch, head, query, key) may be seen.
         kept: Tensors that must not be freed before the run ends.
-        device: Where the code runs.
     """
 
     calls: list[Call] = field(default_factory=list)

@@ -14,7 +14,7 @@ from typing import Any
 
 from formats.documents import read_document
 from formats.files import find_file
-from formats.published.known import find_layout
+from formats.published.layouts import find_layout
 
 SETTINGS = "tokenizer_config.json"
 SENTENCEPIECE, COMPLETE = "tokenizer.model", "tokenizer.json"

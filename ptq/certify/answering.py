@@ -1,18 +1,27 @@
-"""Answers of both models: whether they end, loop, or differ, and how long they are."""
+"""What both models answer: whether answers end, loop or differ, and whether JSON in them is right.
+
+JSON of a schema, or calls of a tool, are written without a grammar that would keep the model to
+them. Where the model's chat template knows tools and the way it writes calls is known, it is given
+one to call. Others are shown one sentence with its JSON and asked for that of another.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from formats.chat_template import has_chat_template
 from inference.requests.chat_tokens import ChatEncoder
 from inference.requests.request import SamplingParams
-from ptq.certify.divergence import compare
+from inference.server.tools.parser import ToolParser, join_deltas
+from inference.server.tools.use import ToolSupport, tool_support
 from ptq.certify.figures import Row
 from ptq.certify.setting import Pair, Setting, likelihoods
+from ptq.certify.texts import compare
 from ptq.evaluate.answers import answers
 
 BEGINNING = 48  # tokens of a text that is gone on with
@@ -153,3 +162,152 @@ def repeats(ids: Sequence[int]) -> bool:
         if len(end) == span * times and all(end[i] == end[i % span] for i in range(len(end))):
             return True
     return False
+
+
+NEW = 72  # tokens of an answer
+FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "name": ({"type": "string"}, ("Anna", "Bela", "Chen", "Dana", "Elif", "Femi", "Gita", "Hugo")),
+    "city": ({"type": "string"}, ("Oslo", "Lima", "Turin", "Accra", "Kyoto", "Quito", "Cork")),
+    "age": ({"type": "integer"}, tuple(range(19, 80, 3))),
+    "seats": ({"type": "integer"}, (2, 4, 5, 7, 9)),
+    "price": ({"type": "number"}, (1.5, 2.25, 7.5, 12.75, 19.5)),
+    "open": ({"type": "boolean"}, (True, False)),
+    "colour": ({"enum": ["red", "green", "blue"]}, ("red", "green", "blue")),
+    "tags": (
+        {"type": "array", "items": {"type": "string"}},
+        (["new"], ["old", "rare"], ["small", "light"]),
+    ),
+}
+TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list}
+VERBS = ("save", "find", "book", "order")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A prompt, the object that is right, its schema, and, of a call, the tool and its reader."""
+
+    name: str
+    ids: list[int]
+    schema: dict[str, Any]
+    value: dict[str, Any]
+    right: list[int]
+    tool: str = ""
+    support: ToolSupport | None = field(default=None, compare=False)
+
+
+def object_cases(setting: Setting) -> list[Wanted]:
+    """Objects of schemas that are drawn by the seed."""
+    support, draw = tool_support(setting.tokenizer), setting.draw("objects")
+    called = support.declared and support.tool_format is not None
+    make = _call if called else _object
+    made = [make(setting, i, draw, support) for i in range(setting.level.objects)]
+    room = setting.length - NEW
+    return [case for case in made if len(case.ids) < room and len(case.right) < NEW]
+
+
+def _drawn(draw: random.Random, names: Sequence[str]) -> dict[str, Any]:
+    return {name: draw.choice(FIELDS[name][1]) for name in names}
+
+
+def _schema(names: Sequence[str]) -> dict[str, Any]:
+    own = {name: FIELDS[name][0] for name in names}
+    return {"type": "object", "properties": own, "required": list(names)}
+
+
+def _stated(value: dict[str, Any]) -> str:
+    return "; ".join(f"{name}: {_spoken(own)}" for name, own in value.items())
+
+
+def _spoken(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " and ".join(value) if isinstance(value, list) else str(value)
+
+
+def _object(setting: Setting, number: int, draw: random.Random, support: ToolSupport) -> Wanted:
+    names = draw.sample(list(FIELDS), draw.randint(2, 4))
+    shown, value = _drawn(draw, names), _drawn(draw, names)
+    schema = _schema(names)
+    rule = f"Write the record as JSON that fits this schema, and nothing else: {json.dumps(schema)}"
+    turns = [f"{rule}\nRecord: {_stated(shown)}", json.dumps(shown), f"Record: {_stated(value)}"]
+    ids = chat_tokens(setting, turns)
+    plain = "" if setting.tokenizer.chat_template else " "
+    right = setting.encode(plain + json.dumps(value))
+    return Wanted(f"object {number}", ids, schema, value, right)
+
+
+def _call(setting: Setting, number: int, draw: random.Random, support: ToolSupport) -> Wanted:
+    names = draw.sample(list(FIELDS), draw.randint(2, 4))
+    value, tool = _drawn(draw, names), f"{draw.choice(VERBS)}_record"
+    function = {
+        "name": tool, "description": "Works on one record.", "parameters": _schema(names)
+    }  # fmt: skip
+    asked = f"Call {tool} for this record. {_stated(value)}"
+    ids = ChatEncoder(setting.tokenizer).tokens(
+        [{"role": "user", "content": asked}],
+        tools=[{"type": "function", "function": function}],
+        answer=True,
+    )
+    assert support.tool_format is not None
+    right = setting.encode(support.tool_format.begin(tool) + json.dumps(value))
+    return Wanted(f"call {number}", ids, _schema(names), value, right, tool, support)
+
+
+def measure_objects(pair: Pair, cases: Sequence[Wanted], bar: Any) -> list[list[Row]]:
+    """One row of each object."""
+    prompts, params = [case.ids for case in cases], [SamplingParams(max_tokens=NEW)] * len(cases)
+    texts = [[o.text for o in answers(engine, prompts, params, bar)] for engine in pair]
+    asked = [(case.ids, case.right) for case in cases]
+    said = [likelihoods(engine, asked, bar) for engine in pair]
+    rows = []
+    for case, *both, (a, _), (b, _) in zip(cases, *texts, *said, strict=True):
+        judged = [_judged(case, text) for text in both]
+        values = {
+            f"objects.{name}": (float(judged[0][i]), float(judged[1][i]))
+            for i, name in enumerate(("parse", "fit", "right"))
+        }
+        values["objects.likelihood"] = (a / len(case.right), b / len(case.right))
+        rows.append([Row(case=case.name, values=values)])
+    return rows
+
+
+def _judged(case: Wanted, text: str) -> tuple[bool, bool, bool]:
+    """Whether an answer parses, fits its schema, and says what is right."""
+    found = _of_call(case, text) if case.tool else first_object(text)
+    if found is None:
+        return False, False, False
+    return True, fits(found, case.schema), found == case.value
+
+
+def _of_call(case: Wanted, text: str) -> Any:
+    assert case.support is not None
+    assert case.support.tool_format is not None
+    parser = ToolParser(case.support.tool_format, [case.tool])
+    _, calls = join_deltas([*parser.feed(text), *parser.finish()])
+    return json.loads(calls[0].arguments) if parser.called else None
+
+
+def first_object(text: str) -> dict[str, Any] | None:
+    """The first JSON object of a text; None where there is none."""
+    start = text.find("{")
+    if start < 0:
+        return None
+    try:
+        found, _ = json.JSONDecoder().raw_decode(text[start:])
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value fits one of our schemas: types, enums, items, required, no other keys."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    kind = schema["type"]
+    if kind == "object":
+        own = schema["properties"]
+        whole = isinstance(value, dict) and value.keys() == own.keys()
+        return whole and all(fits(value[name], own[name]) for name in own)
+    if isinstance(value, bool) != (kind == "boolean") or not isinstance(value, TYPES[kind]):
+        return False
+    return kind != "array" or all(fits(item, schema["items"]) for item in value)

@@ -14,6 +14,7 @@ from pathlib import Path
 from formats.documents import read_document
 from formats.errors import CheckpointError
 from formats.files import replace_file, sha256_file
+from formats.namespace import version
 from formats.scheme import Strict
 from formats.stored.folder import CERTIFICATE, CONFIG, MANIFEST, Manifest, WrittenFile
 from inference.bench.figures import environment
@@ -21,7 +22,6 @@ from ptq.certify.figures import MEAN_KL, Figure, Light, Row, Rows, judge, overal
 from ptq.certify.setting import LevelName
 from ptq.output import CERTIFICATE_PAGE, REPORT_FOLDER
 from ptq.report.known import MARGIN
-from ptq.version import version
 
 WEIGHTS = (".safetensors", ".gguf")
 AGAIN = "Certify the checkpoint again"
@@ -35,6 +35,7 @@ class Made(Strict):
         prompts: The file of prompts, as it was given; None for our own text.
         against_config: SHA-256 of its config.json.
         weights: SHA-256 of the checkpoint's weight files, by their path in it.
+        invariant: Whether the device gives the same digits again.
     """
 
     when: str
@@ -50,6 +51,7 @@ class Made(Strict):
     weights: dict[str, str]
     seconds: float
     processor_seconds: float
+    invariant: bool = True
 
 
 class Certificate(Strict):
@@ -111,7 +113,7 @@ def certificate_of(rows: Rows, made: Made, limit: tuple[float, str]) -> Certific
 def made_now(
     folders: tuple[Path, Path],
     given: tuple[str, Path | None],
-    sizes: tuple[LevelName, int, str],
+    sizes: tuple[LevelName, int, str, bool],
     since: tuple[float, float],
 ) -> Made:
     """Where a certificate comes from that ends now.
@@ -119,10 +121,11 @@ def made_now(
     Args:
         folders: Of the original and of the checkpoint.
         given: The original and the prompts, as they were given.
+        sizes: The level, the seed, the device, and whether that gives the same digits again.
         since: When it began, in seconds of the clock and of the processor.
     """
     against, prompts = given
-    level, seed, device = sizes
+    level, seed, device, invariant = sizes
     return Made(
         when=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         version=version(),
@@ -137,6 +140,7 @@ def made_now(
         weights=weight_hashes(folders[1]),
         seconds=round(time.monotonic() - since[0], 1),
         processor_seconds=round(time.process_time() - since[1], 1),
+        invariant=invariant,
     )
 
 

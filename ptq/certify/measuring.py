@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 
 from formats.checkpoint.read import Checkpoint
 from formats.command import bar
-from formats.errors import CheckpointError, RequestError
+from formats.errors import CheckpointError, NoFixedOrderError, RequestError
 from formats.files import sha256_file
 from formats.gguf.locate import locate_model
 from formats.namespace import later
@@ -25,7 +26,7 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
 from inference.transformers_code.choose import read_shape
-from ptq.certify.answering import answer_cases, measure_answers
+from ptq.certify.answering import answer_cases, measure_answers, measure_objects, object_cases
 from ptq.certify.certificate import (
     Certificate,
     certificate_of,
@@ -36,17 +37,16 @@ from ptq.certify.certificate import (
     read_certificate,
     write_certificate,
 )
-from ptq.certify.context import context_cases, measure_contexts
-from ptq.certify.divergence import measure_text, text_cases
 from ptq.certify.figures import TASKS, Row, Rows
-from ptq.certify.objects import measure_objects, object_cases
 from ptq.certify.page import render
 from ptq.certify.setting import LEVELS, LevelName, Pair, Setting, read_texts
+from ptq.certify.texts import context_cases, measure_contexts, measure_text, text_cases
 from ptq.output import CHECKPOINT_FOLDER
 
 with later():
     from ptq.evaluate import evaluation  # lm-eval, which only tasks need
 
+log = logging.getLogger("ptq.certify")
 PLACES, STEP = 16, 1024  # requests that run at once; tokens of a step, whose logits are held
 
 
@@ -132,7 +132,8 @@ def open_setting(
 def open_pair(
     folders: tuple[Path, Path], setting: Setting, device: str, places: int = PLACES
 ) -> Pair:
-    """Both engines: alike in all but the model, with equal bits whatever runs beside a request."""
+    """Both engines: alike in all but the model, with equal bits whatever runs beside a request,
+    where a device has that for both."""
     config = EngineConfig(
         max_batch_size=places,
         max_batched_tokens=STEP,
@@ -140,6 +141,11 @@ def open_pair(
         kv_blocks=max(2 * blocks_for(setting.length), places * blocks_for(512)),
         invariant=True,
     )
+    try:
+        return Pair(*(Engine.from_pretrained(f, config=config, device=device) for f in folders))
+    except NoFixedOrderError as refused:
+        log.warning("%s. It is left out: `--verify` cannot compare digits", refused)
+    config = config.model_copy(update={"invariant": False})
     return Pair(*(Engine.from_pretrained(f, config=config, device=device) for f in folders))
 
 
@@ -208,7 +214,8 @@ def certify(
     setting = open_setting(folders, level, seed, prompts, device)
     pair = open_pair(folders, setting, device)
     rows = measure(pair, setting, progress=progress)
-    made = made_now(folders, (str(against), prompts), (level, seed, device), since)
+    sizes = level, seed, device, pair.quantized.config.invariant
+    made = made_now(folders, (str(against), prompts), sizes, since)
     found = certificate_of(rows, made, kl_limit(folder))
     named = folder.absolute()
     title = named.parent.name if named.name == CHECKPOINT_FOLDER else named.name
@@ -235,7 +242,7 @@ def verify(
 
     Raises:
         CheckpointError: there is no certificate, or the original is another model.
-        RequestError: the prompts are others.
+        RequestError: the prompts are others, or the device gives no digits twice.
     """
     found = read_certificate(folder)
     if found is None:
@@ -243,6 +250,11 @@ def verify(
             f"{folder}: found no {CERTIFICATE}; make it with `ptq certify {folder} --against MODEL`"
         )
     made = found.made
+    if not made.invariant:
+        raise RequestError(
+            f"--verify: on {made.device} this model's sums have no fixed order, and digits differ "
+            "from run to run; certify it with `--device cpu`, where they do not"
+        )
     others = other_files(folder, found)
     if others:
         return 0, [f"the weights: {', '.join(others)} changed since they were certified"]

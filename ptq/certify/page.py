@@ -9,8 +9,20 @@ from matplotlib.axes import Axes
 
 from ptq.certify.certificate import Certificate
 from ptq.certify.figures import Figure, Row, mean_by
-from ptq.report.page.figure import LIMIT, ORIGINAL, QUANTIZED, draw_dot, new_panel
-from ptq.report.page.page import Plot, Point, Section, Table, Top, drawn, html_page
+from ptq.report.page import (
+    LIMIT,
+    ORIGINAL,
+    QUANTIZED,
+    Plot,
+    Point,
+    Section,
+    Table,
+    Top,
+    draw_dot,
+    drawn,
+    html_page,
+    new_panel,
+)
 from ptq.text import duration_text
 
 HEADER = tuple("figure original quantized difference interval limit p verdict".split())

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from calibrate.sources import guess_columns, local_documents, plain_text, stdlib_documents
-from formats.chat_template import read_messages, render_chat
+from formats.chat_template import leading_tokens, read_messages, render_chat
 from formats.errors import RecipeError
-from formats.text_tokens import leading_tokens
 from inference.engine import Engine
 from ptq.evaluate import answers
 
@@ -62,7 +61,6 @@ class Setting:
     """All that decides what is asked; equal settings give equal cases.
 
     Attributes:
-        level: The sizes.
         length: Most tokens of a sequence that both models allow.
     """
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from formats.command import CommandParser, device
 from formats.errors import RequestError
 from formats.gguf.locate import locate_model
+from formats.hub import model_argument
 from formats.namespace import later
 from ptq.commands.shared import add_quiet
 from ptq.output import CERTIFICATE_PAGE
@@ -33,9 +34,12 @@ def parser() -> argparse.ArgumentParser:
         "each paired with the original, with an interval, a test and a verdict.",
         epilog="Exit codes: 0 green, amber or untested; 1 red, or not the same digits; 2 errors.",
     )
-    made.add_argument("checkpoint", type=Path, help="folder of a quantized model")
+    made.add_argument("checkpoint", type=model_argument, help="folder of a quantized model")
     made.add_argument(
-        "--against", type=Path, metavar="MODEL", help="the original: a folder, or on the hub"
+        "--against",
+        type=model_argument,
+        metavar="MODEL",
+        help="the original: a folder, or on the hub",
     )
     made.add_argument(
         "--level", choices=("quick", "full"), default="quick", help="how much; default quick"

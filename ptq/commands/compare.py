@@ -19,7 +19,7 @@ from formats.namespace import later
 from ptq.output import PEERS_FILE, REPORT_FOLDER, require_run
 
 with later():
-    from ptq.report import comparison, scatter
+    from ptq.report import comparison
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,5 +46,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.markdown is not None:
         replace_file(arguments.markdown, text.encode())
     if arguments.plot is not None:
-        replace_file(arguments.plot, scatter.draw(frame).encode())
+        replace_file(arguments.plot, comparison.draw(frame).encode())
     return 0

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from formats.command import CommandParser
 from formats.gguf.locate import is_gguf, locate_source
+from formats.hub import model_argument
 from formats.namespace import later
 from ptq.commands.shared import add_quiet
 from ptq.convert import FLOAT_TYPES, TARGETS
@@ -37,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "source",
-        type=Path,
+        type=model_argument,
         metavar="SRC",
         help="folder, its name on the hub, or a .gguf file",
     )

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 from formats.command import CommandParser, count
 from formats.errors import RequestError
 from formats.files import replace_file
+from formats.gguf.locate import locate_model
+from formats.hub import model_argument
 from formats.namespace import later
 from inference.arguments import (
     add_adapter_argument,
@@ -53,7 +55,10 @@ def parser() -> argparse.ArgumentParser:
         "--tasks", required=True, metavar="NAMES", help="names with commas between, such as local"
     )
     made.add_argument(
-        "--against", type=Path, metavar="MODEL", help="run the same on this model, and compare"
+        "--against",
+        type=model_argument,
+        metavar="MODEL",
+        help="run the same on this model, and compare",
     )
     add_adapter_argument(made, "The tasks run with it, on --against's model too; give one.")
     made.add_argument("--limit", type=count, metavar="N", help="most items of a task")
@@ -81,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(arguments.adapter) > 1:
         own.error("--adapter: tasks run with one adapter at a time; give one")
     require_extra()
+    if arguments.against is not None:
+        locate_model(arguments.against)  # that it is not there is said before an hour of tasks
     metrics = _figures(arguments.checkpoint, arguments)
     against = None if arguments.against is None else _figures(arguments.against, arguments)
     print(format_table(_rows(metrics, against)))

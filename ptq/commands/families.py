@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 
 from formats.command import CommandParser
-from formats.families.table import COLUMNS, DOCUMENT, read_table
+from formats.families.registry import COLUMNS, DOCUMENT, read_table
 from ptq.text import typed_path
 
 

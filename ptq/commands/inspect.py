@@ -17,6 +17,7 @@ from formats.command import CommandParser, count
 from formats.errors import RequestError
 from formats.files import replace_file
 from formats.gguf.locate import locate_model
+from formats.hub import model_argument
 from formats.namespace import later
 
 with later():
@@ -30,7 +31,8 @@ def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog="ptq inspect", description="Show a checkpoint's scales, outlier channels and sizes."
     )
-    made.add_argument("checkpoint", type=Path, help="folder of a quantized or float model")
+    about = "folder of a quantized or float model"
+    made.add_argument("checkpoint", type=model_argument, help=about)
     made.add_argument(
         "--module",
         metavar="PATTERN",

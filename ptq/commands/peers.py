@@ -30,7 +30,7 @@ from ptq.text import format_table, typed_path
 with later():
     import ptq.plan.plan as planning
     import ptq.report.report as reporting
-    from ptq.report.parts import peers as rows
+    from ptq.report.parts import accuracy as rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def _measure(loaded: LoadedRecipe, progress: bool) -> int:
     record = reporting.measure_only_peers(plan, progress=progress)
     path = plan.recipe.output.path / PEERS_FILE
     replace_file(path, (record.model_dump_json(indent=1) + "\n").encode())
-    print(format_table([rows.HEADS, *rows.peer_rows(record.peers)]))
+    print(format_table([rows.PEER_HEADS, *rows.peer_rows(record.peers)]))
     print()
     failed = [row for row in record.peers if row.error]
     for row in failed:

@@ -34,7 +34,7 @@ with later():
     import ptq.report.report as reporting
     from ptq import result as results
     from ptq.certify import measuring as certifying
-    from ptq.convert import beside
+    from ptq.convert import convert as converting
     from ptq.evaluate import comparison
     from ptq.pipeline import driver, resume
     from ptq.plan import preflight
@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
             result = driver.quantize_tokens(
                 plan, data["calibration"], force=force, progress=progress, keep=True, watch=watch
             )
-        others = beside.write_beside(result, plan.recipe.output, progress=progress)
+        others = converting.write_beside(result, plan.recipe.output, progress=progress)
         shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
         report = make_report(result, plan, data["evaluation"], ordered=ordered, progress=progress)
     resume.discard(output)

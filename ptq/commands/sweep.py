@@ -22,8 +22,7 @@ from formats.lock import output_locked
 from formats.namespace import later
 from ptq.commands.shared import add_quiet
 from ptq.sweep.pools import LocalPool, RayPool
-from ptq.sweep.spec import read_spec
-from ptq.sweep.tasks import Outcome, Task, left_to_run, plan_tasks
+from ptq.sweep.tasks import Outcome, Task, left_to_run, plan_tasks, read_spec
 from ptq.text import duration_text, typed_path
 
 with later():

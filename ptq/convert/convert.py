@@ -24,11 +24,7 @@ from formats.families.registry import find_family
 from formats.files import building_directory, fsync_path, write_bytes
 from formats.foreign.awq import awq_config, awq_layout, refuse_awq
 from formats.foreign.folder import named
-from formats.foreign.fp8 import (
-    fp8_block_config,
-    fp8_block_layout,
-    refuse_fp8_block,
-)
+from formats.foreign.fp8 import fp8_block_config, fp8_block_layout, refuse_fp8_block
 from formats.foreign.gptq import Version, gptq_config, gptq_layout, refuse_gptq
 from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import refuse_pickle
@@ -36,15 +32,17 @@ from formats.foreign.paddle import paddle_tables
 from formats.gguf.locate import is_gguf, locate_model, locate_source
 from formats.gguf.unpack import unpack
 from formats.lock import target_locked
+from formats.namespace import version as own_version
 from formats.scheme import Scheme, has_float_zeros
 from formats.stored.folder import SETTINGS_FILES, read_config
 from formats.stored.shards import ShardWriter
 from ptq.convert.conversion import Conversion, compare, parts, require_same, unquantized
-from ptq.convert.from_foreign import import_folder
-from ptq.convert.from_paddle import import_tables
+from ptq.convert.imports import import_folder, import_tables
 from ptq.convert.to_float import FLOATS, merge_adapter, to_float
 from ptq.convert.to_gguf import to_gguf
-from ptq.version import version as own_version
+from ptq.output import GGUF_FILE
+from ptq.recipe.schema import OutputSpec
+from ptq.result import QuantizationResult
 
 SHARD_BYTES = 2 << 30
 
@@ -294,12 +292,27 @@ def _export_notes(target: str, scheme: Scheme) -> tuple[str, ...]:
             f"its scales are not part of the {target} format and were left out: whoever loads it "
             "keeps the cache as it does by default."
         )
+    if scheme.states is not None:
+        notes.append(f"Recurrent states are kept in float: the {target} format knows no other way.")
     if target.startswith("gptq") and scheme.weights and not scheme.weights.symmetric:
         notes.append(
             "Weights are asymmetric: vLLM refuses such GPTQ checkpoints, and GPTQModel takes "
             "version 1 only from itself; for it, use gptq_v2."
         )
     return tuple(notes)
+
+
+def write_beside(result: QuantizationResult, wanted: OutputSpec, *, progress: bool) -> list[str]:
+    """Write the other layouts of a run's checkpoint that its recipe asks for; lines of `describe`.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    if wanted.format != "gguf":
+        return []
+    out = result.checkpoint.parent / GGUF_FILE
+    done = to_gguf(Checkpoint.open(result.checkpoint), out, force=True, progress=progress)
+    return describe(done, out, "gguf")
 
 
 def describe(done: Conversion, out: Path, target: str) -> list[str]:

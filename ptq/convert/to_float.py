@@ -174,3 +174,5 @@ def _notes(scheme: Scheme, dtype: str, rounding: float) -> Iterable[str]:
         yield f"The source's {scheme.activations.text} run in float now."
     if scheme.kv_cache is not None:
         yield f"The source's cache, {scheme.kv_cache.text}, and its scales are left out."
+    if scheme.states is not None:
+        yield "Recurrent states are kept in float now."

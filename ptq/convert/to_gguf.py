@@ -298,12 +298,7 @@ def _float_type(source: Checkpoint) -> torch.dtype:
 
 
 def _numbers(
-    source: Checkpoint,
-    family: Family,
-    name: str,
-    module: str,
-    kind: str,
-    order: np.ndarray | None,
+    source: Checkpoint, family: Family, name: str, module: str, kind: str, order: np.ndarray | None
 ) -> np.ndarray:
     """What a tensor holds in the file."""
     rows = None if order is None else torch.from_numpy(order)

@@ -23,13 +23,7 @@ from formats.scheme import LayerScheme
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.folding import SmoothedGroup
 from ptq.methods.common.migration import Migration
-from ptq.methods.common.spec import (
-    BlockSizes,
-    MethodSpec,
-    Stage,
-    smoothing_lines,
-    smoothing_memory,
-)
+from ptq.methods.common.spec import BlockSizes, MethodSpec, Stage, smoothing_lines, smoothing_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -139,7 +139,6 @@ def rounding_costs(
     """Nats that each target's weight costs once it is rounded; only of those that a scheme fits.
 
     Args:
-        work: The block.
         scheme: Of its targets.
         method: That rounds them.
         feedback: Of the targets that need not be solved.

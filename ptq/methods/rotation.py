@@ -37,11 +37,10 @@ from formats.families.groups import SmoothingGroup
 from formats.families.registry import family_of, predicting_layer
 from formats.families.sizes import heads_of
 from formats.namespace import later
-from formats.residual_rotation import with_rotation
+from formats.residual_rotation import hadamard_matrix, random_rotation, with_rotation
 from formats.scheme import LayerScheme, Scheme
-from ptq.methods.common.float_model import LEFT_OUT, FloatModel, FloatModelView
+from ptq.methods.common.float_model import LEFT_OUT, FloatModel, FloatModelView, kept_layers
 from ptq.methods.common.spec import MethodSpec, Stage
-from ptq.methods.common.stored_layers import kept_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 with later():
     import torch
 
-    from formats import hadamard
     from formats.modeling import load
 
 EMBEDDING, FINAL_NORM, HEAD = (
@@ -139,7 +137,6 @@ class RotatedCheckpoint(FloatModelView):
     """A float model whose residual stream and values are rotated; see the module's docstring.
 
     Args:
-        source: The model as it comes.
         spec: What is rotated, and the seed of the rotations.
 
     Raises:
@@ -152,8 +149,8 @@ class RotatedCheckpoint(FloatModelView):
         config = source.config
         hidden, head = int(config["hidden_size"]), heads_of(config).size
         self.family = family_of(config)
-        self.r1 = hadamard.random_rotation(hidden, spec.seed) if spec.residual else None
-        self.r2 = hadamard.random_rotation(head, spec.seed + 1) if spec.values else None
+        self.r1 = random_rotation(hidden, spec.seed) if spec.residual else None
+        self.r2 = random_rotation(head, spec.seed + 1) if spec.values else None
         tied = bool(config.get("tie_word_embeddings", HEAD not in source))
         self.unties = spec.residual and tied
         self._unturned = self._check_names()
@@ -181,7 +178,7 @@ class RotatedCheckpoint(FloatModelView):
             f"{name} ({'random' if known is None else 'Hadamard'} {len(r)})"
             for name, r in parts
             if r is not None
-            for known in (hadamard.hadamard_matrix(len(r)),)
+            for known in (hadamard_matrix(len(r)),)
         ]
         cost = f"; unties lm_head, which adds {self.added_bytes / 1e6:.1f} MB"
         yield f"rotated: {', '.join(kinds)}{cost if self.added_bytes else ''}"

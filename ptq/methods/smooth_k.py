@@ -229,7 +229,6 @@ class _Power:
     """Sums of squares of K and Q over samples, for keys that the cache turns.
 
     Args:
-        work: The block at work.
         q: Name of the last module that Q passes before rotary embedding.
         absmax: Largest magnitudes of K [kv heads, D].
     """

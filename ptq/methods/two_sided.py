@@ -161,7 +161,6 @@ class Layer:
 
     Attributes:
         weight: fp32 [N, K].
-        spec: How it is stored.
         dtype: How its scales are stored.
         stored: Rounded to the nearest; what methods here return has its zero points, and its scales
             where these are not fitted.

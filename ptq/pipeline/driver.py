@@ -31,8 +31,7 @@ from formats.modeling.layers import stored_names
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.tokenizer import load_tokenizer
 from ptq.methods.common.events import Event, SmoothingRow
-from ptq.methods.common.float_model import LEFT_OUT, FloatModelView
-from ptq.methods.common.stored_layers import kept_layers
+from ptq.methods.common.float_model import LEFT_OUT, FloatModelView, kept_layers
 from ptq.output import CHECKPOINT_FOLDER, RECIPE_FILE, RESULT_FILE, RESUME_FOLDER, STATISTICS_FILE
 from ptq.pipeline.artifact import (
     FISHER_FOLDER,

@@ -24,8 +24,7 @@ from formats.stored.weights import StoredWeight, scale_in_table, weight_tensors
 from kernels.numerics import TYPES, choose_scale, expand_scale
 from kernels.two_level import two_level
 from ptq.methods.common.block import BlockWork, QuantizedLinear
-from ptq.methods.common.float_model import FloatModel
-from ptq.methods.common.stored_layers import stored_tensors
+from ptq.methods.common.float_model import FloatModel, stored_tensors
 from ptq.pipeline.measure import CACHES, cache_ratios
 from ptq.result import ModuleRow
 

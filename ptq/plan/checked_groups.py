@@ -53,7 +53,6 @@ def checked_groups(
 
     Args:
         source: The model; the embedding is read, and a block of each build.
-        config: Its configuration.
         kinds: What is wanted; without any, nothing is read.
 
     Raises:
@@ -177,11 +176,7 @@ def _inner(block: BlockStructure, loaded: DecoderBlock) -> Iterator[list[Smoothi
 
 
 def _agrees(
-    groups: Sequence[SmoothingGroup],
-    form: float,
-    loaded: DecoderBlock,
-    head: int,
-    wanted: Tensor,
+    groups: Sequence[SmoothingGroup], form: float, loaded: DecoderBlock, head: int, wanted: Tensor
 ) -> bool:
     """Whether a block with its groups folded by random factors gives what it gave."""
     linear = isinstance(loaded.submodule(groups[0].source), nn.Linear)

@@ -14,7 +14,7 @@ from formats.cache_scheme import KVCacheSpec
 from formats.errors import RequestError
 from formats.families.names import any_expert, expert_of, split_name
 from formats.memory import rss_bytes
-from formats.published.known import is_turned
+from formats.published.layouts import is_turned
 from ptq.output import is_taken
 from ptq.plan.modules import HEAD_STAGES, ModulePlan
 from ptq.plan.plan import Plan
@@ -46,6 +46,8 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
         if kv is not None:
             kind = "dynamic" if kv.dynamic else "static"
             yield f"  K and V of {count} blocks: {kv.text}, {kind}"
+    if scheme.states is not None:
+        yield f"  recurrent states: {scheme.states.text}; running ones in float"
     yield f"methods      {', '.join(method.name for method in recipe.methods) or 'none'}"
     if recipe.budget is not None:
         yield f"budget       {budget_text(recipe.budget)}"
@@ -165,7 +167,6 @@ def explain(plan: Plan, pattern: str | None = None) -> Iterator[str]:
     """Lines for every module of a plan: its fate, and each step on the way.
 
     Args:
-        plan: Of a recipe.
         pattern: Only modules whose name contains it, or matches it where it has `*` or `?`.
 
     Raises:

@@ -46,7 +46,6 @@ class Footprint:
 
     Args:
         source: The model; only its headers are read.
-        blocks: Its blocks.
         checkpoint_bytes: Of the checkpoint that is written.
         on_gpu: Whether blocks run on a GPU.
         head: Shape of the head, (out, in), where it is quantized.
@@ -228,8 +227,6 @@ class _Backward:
     """What gradients take: nothing where no method wants them.
 
     Args:
-        schedule: Its passes.
-        blocks: Its blocks.
         activations: Bytes that one sample needs on its way through a block.
     """
 

@@ -18,16 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from formats.checkpoint.targets import layer_targets
-from formats.scheme import (
-    AUTO,
-    BLOCK,
-    GROUP_SIZES,
-    SUPER_BLOCK,
-    LayerScheme,
-    Scheme,
-    WeightSpec,
-    either,
-)
+from formats.scheme import AUTO, BLOCK, GROUP_SIZES, SUPER_BLOCK, LayerScheme, WeightSpec, either
 from ptq.plan.modules import ModulePlan
 from ptq.plan.preflight import weight_bytes
 from ptq.recipe.schema import LayersSpec, Recipe
@@ -42,7 +33,6 @@ class SettledGroups:
     """A recipe that leaves no group size open.
 
     Attributes:
-        recipe: The recipe.
         modules: The layers, with the schemes that it gives them.
         notes: Where layers have other groups than the largest, why, and what that costs.
     """
@@ -58,7 +48,6 @@ def settle_groups(
     """Give each layer the groups that fit it.
 
     Args:
-        recipe: The run.
         modules: What it makes of the model's layers.
         dtype: Of the model, which scales of integers have as well.
     """
@@ -106,7 +95,7 @@ def _with_layers(recipe: Recipe, members: Members) -> Recipe:
     entries = [
         entry.model_copy(update={"scheme": most[i]}) for i, entry in enumerate(recipe.layers)
     ]
-    scheme = Scheme(**dict(most[None]), kv_cache=recipe.scheme.kv_cache)
+    scheme = recipe.scheme.model_copy(update=dict(most[None]))
     return recipe.model_copy(update={"scheme": scheme, "layers": (*entries, *others)})
 
 

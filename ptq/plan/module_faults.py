@@ -212,10 +212,7 @@ def check_caches(
     """Patterns of `caches` that match no block, and caches that a model's attention does not have.
 
     Args:
-        recipe: The run.
         family: The model's, if it is declared.
-        config: config.json.
-        blocks: Full names of the decoder blocks.
     """
     for i, entry in enumerate(recipe.caches):
         for j, pattern in enumerate(entry.match):
@@ -230,6 +227,9 @@ def check_caches(
     if recipe.scheme.kv_cache is not None:
         key = ("scheme", "kv_cache")
         yield from _misfits(recipe.scheme.kv_cache, key, family, config, blocks)
+    if recipe.scheme.states is not None and not structure_of(config).mixers:
+        fault = f"{config.get('model_type')!r} keeps no recurrent states; leave it out"
+        yield ("scheme", "states"), fault
 
 
 def _misfits(

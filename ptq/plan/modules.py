@@ -39,9 +39,8 @@ from formats.modeling.layers import (
     tied_names,
 )
 from formats.scheme import LayerScheme, Strict
-from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.float_model import FloatModel, kept_layers
 from ptq.methods.common.spec import Stage
-from ptq.methods.common.stored_layers import kept_layers
 from ptq.recipe.schema import Recipe
 
 Shape = tuple[int, int]  # of a weight: (out, in)
@@ -51,7 +50,6 @@ class ModulePlan(Strict):
     """What happens to one linear layer or router.
 
     Attributes:
-        name: Full name.
         action: Whether its weight and input are quantized, stay as they are, or the weight was
             quantized and stays as it is stored.
         reason: Why, for a person.
@@ -73,7 +71,6 @@ def layer_shapes(
 
     Args:
         model: On the meta device.
-        config: config.json of it.
     """
     stored, is_router = stored_names(config), routers_of(config)
     for code, part in model.named_modules():
@@ -94,7 +91,6 @@ def plan_modules(
     """The fate of every linear layer and router.
 
     Args:
-        config: config.json of the model.
         blocks: Full names of its decoder blocks.
         shapes: Weights of its linear layers and routers, by full name, in the model's order.
         names: The same layers' names by their block.
@@ -195,7 +191,6 @@ def shared_embedding(model: FloatModel, quantized: Collection[str]) -> str | Non
     """Name of the embedding's tensor, where a head that is quantized is tied to it; else None.
 
     Args:
-        model: That is quantized.
         quantized: Full names of the layers that are.
     """
     head = head_name(model.config)
@@ -213,7 +208,6 @@ class BlockShape:
     """What is known of a block before it is loaded.
 
     Attributes:
-        name: Full name.
         layers: Its linear layers by full name, with the shapes of their weights.
         reads: A name for the input of each layer that shares it with others.
         smoothed: Its smoothing groups, of all kinds.
@@ -296,11 +290,8 @@ def block_shapes(
 
     Args:
         source: The model; only its headers are read.
-        config: Its configuration.
         layers: Its linear layers and routers by full name, with the shapes of their weights.
         quantized: Full names of those that are quantized.
-        blocks: Full names of its blocks.
-        smoothed: Smoothing groups of all blocks.
     """
     elements, names, targets = by_block(source.names()), by_block(layers), by_block(quantized)
     of_blocks = dict(zip(blocks, cached_of_blocks(source.config), strict=True))

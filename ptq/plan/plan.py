@@ -30,8 +30,7 @@ from formats.modeling.layers import (
 )
 from formats.modeling.model import meta_model
 from formats.scheme import LayerScheme, Strict
-from ptq.methods.common.float_model import FloatModel, FloatModelView
-from ptq.methods.common.stored_layers import kept_layers, seen_as_floats
+from ptq.methods.common.float_model import FloatModel, FloatModelView, kept_layers, seen_as_floats
 from ptq.methods.registry import view_of
 from ptq.plan import preflight
 from ptq.plan.checked_groups import CheckedGroups, checked_groups
@@ -97,7 +96,6 @@ class Plan(Strict):
     """Everything that the driver needs to know.
 
     Attributes:
-        recipe: The resolved recipe.
         modules: Every linear layer and router of the model, in its order.
         smoothing: Groups that the recipe's methods smooth, block by block.
         blocks: Full names of the decoder blocks, in their order.

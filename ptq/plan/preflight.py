@@ -41,8 +41,7 @@ from formats.modeling.layers import (
 from formats.scheme import LayerScheme
 from formats.stored.weights import scale_shape, storage_format
 from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
-from ptq.methods.common.float_model import FloatModel, config_of
-from ptq.methods.common.stored_layers import seen_as_floats
+from ptq.methods.common.float_model import FloatModel, config_of, seen_as_floats
 from ptq.output import is_taken, kept_bytes
 from ptq.plan.modules import shared_embedding
 from ptq.recipe.peers import PeerChoice

@@ -298,7 +298,7 @@ def _tagged_method(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expand_layers(layers: Any) -> Iterator[tuple[Key, str]]:
-    """Presets of single layers, without the cache, of which they have none of their own."""
+    """Presets of single layers, without cache and states, of which they have none of their own."""
     for i, entry in enumerate(layers if isinstance(layers, list) else ()):
         scheme, key = child(entry, "scheme"), ("layers", i, "scheme")
         if isinstance(scheme, str) and scheme in PRESETS:
@@ -306,14 +306,16 @@ def _expand_layers(layers: Any) -> Iterator[tuple[Key, str]]:
             if scheme["kv_cache"] is None:
                 del scheme["kv_cache"]
         elif isinstance(scheme, str):
-            plain = [name for name, preset in PRESETS.items() if preset.kv_cache is None]
+            found = PRESETS.items()
+            plain = [name for name, own in found if own.kv_cache is None and own.states is None]
             yield key, _unknown_scheme(scheme, plain)
-        if isinstance(scheme, dict) and "kv_cache" in scheme:
-            yield (
-                (*key, "kv_cache"),
-                "found a cache in the scheme of single layers; it has one scheme in the whole "
-                "model: give it under scheme, and leave it out here",
-            )
+        for part, what in (("kv_cache", "a cache"), ("states", "kept states")):
+            if isinstance(scheme, dict) and part in scheme:
+                yield (
+                    (*key, part),
+                    f"found {what} in the scheme of single layers; there is one scheme of that in "
+                    "the whole model: give it under scheme, and leave it out here",
+                )
 
 
 def _unknown_scheme(name: str, presets: Sequence[str]) -> str:

@@ -189,8 +189,8 @@ def _presets() -> str:
         parts = (scheme.weights, scheme.activations)
         texts = [part.text if part else "float" for part in parts]
         cached = cache.text if cache else "float"
-        rows.append((f"`{name}`", *texts, cached))
-    return _markdown(("preset", "weights", "activations", "cache KV"), rows)
+        rows.append((f"`{name}`", *texts, cached, "int8" if scheme.states else "float"))
+    return _markdown(("preset", "weights", "activations", "cache KV", "kept states"), rows)
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

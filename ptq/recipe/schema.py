@@ -55,9 +55,8 @@ from formats.hub import find_model
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme, Strict
 from formats.stored.folder import MOST_SINKS
-from ptq.methods.registry import AnyMethod
+from ptq.methods.registry import AnyMethod, method_fault
 from ptq.recipe.budget import BudgetSpec
-from ptq.recipe.method_list import method_fault
 from ptq.recipe.peers import PeerChoice
 
 with later():
@@ -392,8 +391,8 @@ class Recipe(Strict):
     dataset: DatasetSpec = DatasetSpec()
     """The text for calibration and evaluation."""
     scheme: Scheme
-    """What is quantized and how: the name of a preset, or `weights`, `activations` and `kv_cache`
-    spelled out.
+    """What is quantized and how: the name of a preset, or `weights`, `activations`, `kv_cache` and
+    `states` spelled out.
     """
     layers: tuple[LayersSpec, ...] = ()
     """Linear layers with a scheme of their own; a later entry goes over an earlier one."""
@@ -435,7 +434,7 @@ class Recipe(Strict):
     @classmethod
     def _quantizes(cls, scheme: Scheme) -> Scheme:
         if not scheme.quantizes_anything:
-            raise ValueError("quantizes nothing; give weights and activations, kv_cache, or both")
+            raise ValueError("quantizes nothing; give weights and activations, kv_cache or states")
         return scheme
 
     @field_validator("layers")

@@ -26,10 +26,9 @@ from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import override_value, parse
-from ptq.report.data import ReportData
+from ptq.report.attribution import Attribution
+from ptq.report.data import ReportData, method_names
 from ptq.report.known import Known, known_figures
-from ptq.report.measured.attribution import Attribution
-from ptq.report.parts.peers import method_names
 
 CLEARLY = 0.8  # of a loss; what loses more is no help
 ALIKE = 1.1  # losses within this factor are about the same

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version as version_of
 from pathlib import Path
 
+from formats.namespace import version
 from formats.scale_table import ScaleTable
 from formats.scheme import Strict
 from inference.accuracy import Accuracy
@@ -18,13 +19,13 @@ from ptq.evaluate.figures import TaskRow
 from ptq.peers.measure import PeerRow
 from ptq.plan.plan import ModelSummary
 from ptq.recipe.schema import Recipe, ThresholdsSpec
+from ptq.recipe.strict_yaml import parse
+from ptq.report.attribution import Attribution
+from ptq.report.generated import Completion, DraftPair
+from ptq.report.inspection import OutlierRow
 from ptq.report.known import MARGIN, Known, least
-from ptq.report.measured.attribution import Attribution
-from ptq.report.measured.generated import Completion, DraftPair
-from ptq.report.outliers import OutlierRow
 from ptq.result import CalibrationSummary, QuantizationRecord
 from ptq.search.record import BudgetRecord
-from ptq.version import version
 
 
 class Check(Strict):
@@ -67,10 +68,44 @@ class Sizes(Strict):
 
 
 class SpeedPair(Strict):
-    """Speed of both models, measured in turns."""
+    """Speed of both models, measured in turns.
+
+    Attributes:
+        load_average: Of the machine's last minute when both had been measured, this process
+            included; None where the system tells none.
+        cores: Of the machine.
+    """
 
     original: Speed
     quantized: Speed
+    load_average: float | None = None
+    cores: int | None = None
+
+    @property
+    def loaded(self) -> str:
+        """`load average 9.1 on 4 cores` where more ran than this process; else empty.
+
+        This process alone keeps each core busy at most once.
+        """
+        load, cores = self.load_average, self.cores
+        if load is None or cores is None or load <= cores + 0.5:
+            return ""
+        return f"load average {load:.1f} on {cores} cores"
+
+
+class KeptStates(Strict):
+    """Recurrent states that are kept in int8, as the scheme says (`formats.cache_scheme`).
+
+    Attributes:
+        accuracy: The quantized model with each block of 64 tokens computed as if the state before
+            it had been found, against itself with states in float.
+        float_bytes: Of one sequence's state as it runs.
+        int8_bytes: The same as it is kept.
+    """
+
+    accuracy: Accuracy
+    float_bytes: int
+    int8_bytes: int
 
 
 class KVScales(Strict):
@@ -112,6 +147,7 @@ class ReportData(Strict):
         budget: What was chosen for a budget, and from what; None where the recipe has none.
         attribution: Where the loss comes from, or why that was not measured.
         also: Accuracy on text of another kind; None where there is none.
+        states: What kept states in int8 cost, which `accuracy` includes; None without any.
     """
 
     title: str
@@ -140,6 +176,7 @@ class ReportData(Strict):
     attribution: Attribution | str = "the recipe says `attribution: false`"
     known: Known | None = None
     also: AlsoMeasured | None = None
+    states: KeptStates | None = None
 
 
 LABELS = {
@@ -174,6 +211,12 @@ def check_known(known: Known, accuracy: Accuracy) -> Check:
     limit = MARGIN * known.kl
     holds = least(accuracy) <= limit
     return Check(name="kl", measured=accuracy.kl_mean, limit=limit, upper=True, holds=holds)
+
+
+def method_names(recipe: str) -> str:
+    """The methods of a resolved recipe."""
+    methods = parse(recipe).data.get("methods", [])
+    return ", ".join(next(iter(method)) for method in methods) or "none"
 
 
 def failure(check: Check, known: Known | None = None) -> str:

@@ -87,9 +87,9 @@ class Known(Strict):
         return size + len({self.family, model.model_type}) - 1
 
 
-def known_figures(path: Path | None = None) -> tuple[Known, ...]:
+def known_figures() -> tuple[Known, ...]:
     """All rows of the table."""
-    return _read(path or TABLE)
+    return _read(TABLE)
 
 
 @cache
@@ -99,14 +99,14 @@ def _read(path: Path) -> tuple[Known, ...]:
     return tuple(Known.model_validate_strings(row) for row in rows)
 
 
-def write_figures(rows: Iterable[Known], path: Path | None = None) -> None:
+def write_figures(rows: Iterable[Known]) -> None:
     """Write the table: models by size, the least KL divergence of each first."""
     ordered = sorted(rows, key=lambda row: (row.parameters, row.model, row.kl, row.recipe))
     text = io.StringIO()
     writer = csv.DictWriter(text, list(Known.model_fields), lineterminator="\n")
     writer.writeheader()
     writer.writerows(row.model_dump() for row in ordered)
-    replace_file(path or TABLE, text.getvalue().encode())
+    replace_file(TABLE, text.getvalue().encode())
     _read.cache_clear()
 
 

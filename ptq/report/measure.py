@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,12 +18,13 @@ from formats.errors import CheckpointError, EngineError
 from formats.modeling.layers import attention_names, block_names
 from formats.namespace import later
 from formats.tokenizer import load_tokenizer
-from inference.accuracy import Accuracy
+from inference.accuracy import Accuracy, compare
 from inference.bench.figures import environment, measure_in_turns
 from inference.bench.load import Load, run_once
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
+from inference.transformers_code.model import CodeModel
 from ptq.evaluate import figures
 from ptq.evaluate.comparison import compare_on, report_devices
 from ptq.evaluate.figures import TaskRow
@@ -30,8 +33,16 @@ from ptq.peers.measure import PeerRow, measure_peers
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
 from ptq.recipe.schema import AttributionSpec, ReportSpec, SpeedSpec
+from ptq.report.attribution import (
+    Attribution,
+    UnroundedCheckpoint,
+    attribute,
+    is_the_original,
+    references,
+)
 from ptq.report.data import (
     AlsoMeasured,
+    KeptStates,
     KVScales,
     ReportData,
     Sizes,
@@ -39,14 +50,12 @@ from ptq.report.data import (
     check_known,
     check_thresholds,
     failure,
+    method_names,
     provenance_of,
 )
+from ptq.report.generated import complete, measure_drafts
+from ptq.report.inspection import activation_outliers
 from ptq.report.known import nearest
-from ptq.report.measured.attribution import Attribution, attribute, references
-from ptq.report.measured.generated import complete, measure_drafts
-from ptq.report.measured.unrounded import UnroundedCheckpoint, is_the_original
-from ptq.report.outliers import activation_outliers
-from ptq.report.parts.peers import method_names
 from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch
 from ptq.search.search import Ordered
 
@@ -144,6 +153,7 @@ def _run_both(
     with watch.phase("comparison"):
         accuracy, other = known or compared(evaluation), evaluation.also
         also = other and AlsoMeasured(text=CalibrationSummary.of(other), accuracy=compared(other))
+        states = _kept_states(quantized, sequences)
         loaded.clear()
     with watch.phase("speed"):
         speed = _measure_speed(original, quantized, report.speed)
@@ -162,6 +172,7 @@ def _run_both(
     measured: dict[str, Any] = {
         "accuracy": accuracy,
         "also": also,
+        "states": states,
         "speed": speed,
         "completions": completions,
         "drafts": drafts,
@@ -277,7 +288,32 @@ def _measure_speed(
     load = Load(**speed.model_dump())
     runners = [partial(run_once, engine) for engine in (original, quantized)]
     before, after = measure_in_turns(runners, load)
-    return SpeedPair(original=before, quantized=after)
+    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # not on Windows
+    machine = {"load_average": load_average, "cores": os.cpu_count()}
+    return SpeedPair(original=before, quantized=after, **machine)
+
+
+@dataclass(frozen=True)
+class _FloatStates:
+    """An engine that finds no states in int8."""
+
+    engine: Engine
+
+    def score(self, ids: Tensor) -> Tensor:
+        return self.engine.score(ids, rounded_states=False)
+
+
+def _kept_states(engine: Engine, sequences: Sequence[Tensor]) -> KeptStates | None:
+    """What states that are kept in int8 cost a model beyond all else that is quantized."""
+    if engine.checkpoint.scheme.states is None:
+        return None
+    model = engine.model
+    assert isinstance(model, CodeModel)
+    return KeptStates(
+        accuracy=compare(_FloatStates(engine), engine, sequences),
+        float_bytes=model.state_bytes(),
+        int8_bytes=model.state_bytes(int8=True),
+    )
 
 
 def _sizes(original: Engine, quantized: Engine) -> Sizes:

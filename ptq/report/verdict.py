@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from inference.accuracy import Accuracy, Interval
 from ptq.report.data import LABELS, AlsoMeasured, Check, ReportData
 from ptq.report.known import MARGIN, Known
-from ptq.report.page.page import Cells, Table
+from ptq.report.page import Cells, Table
 from ptq.text import percent, size_text
 
 UNEVEN = 1.5  # times as much, which one kind of text may lose
@@ -174,6 +174,11 @@ def summary_rows(data: ReportData) -> list[Cells]:
         ("top-1 agreement", "", percent(a.top1_agreement), ""),
         ("top-5 agreement", "", percent(a.top5_agreement), ""),
     ]
+    if data.states is not None:
+        sizes = data.states.float_bytes, data.states.int8_bytes
+        kl = data.states.accuracy.kl_mean
+        rows.append(("mean KL of int8 states", "", f"{kl:.2g}", ""))
+        rows.append(_ratio_row("kept state of a sequence", *sizes, size_text))
     if data.drafts is not None:
         o, q = data.drafts.original, data.drafts.quantized
         rows.append(_ratio_row("tokens a step, mtp drafts", o, q, lambda x: f"{x:.2f}"))
@@ -181,7 +186,8 @@ def summary_rows(data: ReportData) -> list[Cells]:
         o, q = data.speed.original, data.speed.quantized
         for phase, key in (("prefill", "prefill_tokens_s"), ("decode", "decode_tokens_s")):
             before, after = getattr(o, key).median, getattr(q, key).median
-            rows.append(_ratio_row(f"{phase} tokens/s", before, after, lambda x: f"{x:.0f}"))
+            name = f"{phase} tokens/s" + (", loaded machine" if data.speed.loaded else "")
+            rows.append(_ratio_row(name, before, after, lambda x: f"{x:.0f}"))
     return rows
 
 

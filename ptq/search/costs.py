@@ -2,6 +2,11 @@
 
 `costs.json` keeps it beside the statistics that it was counted from, so that another budget is
 solved without the model.
+
+The layer that gives logits is no part of a block, and what rounding it would cost is measured. Some
+calibration samples run through the float model and through one whose head is rounded to the
+nearest. A head that is the embedding, too (tied), changes what every block reads: then all of them
+run again. The mean KL divergence between the two is the cost, in the same nats as those of layers.
 """
 
 from __future__ import annotations
@@ -14,17 +19,22 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from calibrate.stream import BlockStream
 from formats.errors import CheckpointError
 from formats.files import replace_file
+from formats.modeling.layers import head_name
 from formats.scheme import PRESETS, LayerScheme, WeightSpec
+from formats.stored.weights import storage_format
 from formats.strict import Strict
-from ptq.methods.common.float_model import FloatModel
+from kernels.numerics import dequantize
+from ptq.methods.common.float_model import FloatModel, FloatModelView, config_of
+from ptq.methods.common.rounding import round_weight
 from ptq.methods.costs import INPUTS, WEIGHTS, CostsSpec
 from ptq.pipeline.found import Found
+from ptq.plan.modules import head_weight
 from ptq.plan.plan import Plan
 from ptq.plan.preflight import predict_checkpoint, weight_bytes
 from ptq.search.candidates import Group, groups_of
-from ptq.search.frontier import Option
 
 COSTS_FILE = "costs.json"
 SCHEMES = {
@@ -55,17 +65,11 @@ class Cost(Strict):
         """Both."""
         return self.weights + self.inputs
 
-    @property
-    def option(self) -> Option:
-        """For `ptq.search.frontier`."""
-        return Option(self.scheme, self.nbytes, self.kl)
-
 
 class GroupCosts(Strict):
     """A group of layers with its candidates.
 
     Attributes:
-        layers: Full names of its layers.
         elements: Weights in it.
         candidates: The fewest bits first.
     """
@@ -89,7 +93,6 @@ class Costs(Strict):
         rounding: The method that rounded weights.
         schemes: Candidates by their short names.
         fixed_bytes: Of the weight files, without the groups: what stays as it is.
-        groups: In the model's order.
         head: Full name of the head, if it is one of them.
     """
 
@@ -117,9 +120,9 @@ class Costs(Strict):
         return self.model_copy(update={"groups": groups})
 
     @property
-    def options(self) -> list[list[Option]]:
-        """Of each group, for `ptq.search.frontier`."""
-        return [[cost.option for cost in group.candidates] for group in self.groups]
+    def options(self) -> list[list[tuple[int, float]]]:
+        """Bytes and nats of each group's candidates."""
+        return [[(cost.nbytes, cost.kl) for cost in group.candidates] for group in self.groups]
 
     def predicted(self, schemes: Sequence[str]) -> float:
         """Nats that a choice of a scheme for each group costs."""
@@ -171,12 +174,7 @@ def gather(
     """Costs by group of what a run has counted layer by layer.
 
     Args:
-        plan: Of that run.
         spec: Of its method `costs`.
-        found: What the run found.
-        model: That it read.
-        names: Short names of the spec's schemes.
-        head: Costs of the head, if it may be quantized.
     """
     counted = {name.split("/", 2)[2]: tensor for name, tensor in found.tensors.items()}
     of_blocks = [group for group in groups_of(plan) if group.label != plan.head]
@@ -233,3 +231,80 @@ def _group(
         elements=sum(math.prod(module.shape) for module in group.layers),
         candidates=tuple(candidates),
     )
+
+
+SAMPLES = 8  # calibration sequences that are compared
+ROWS = 256  # tokens whose logits are compared at once
+
+
+class RoundedHead(FloatModelView):
+    """A float model whose head holds what a scheme makes of it."""
+
+    def __init__(self, source: FloatModel, scheme: LayerScheme) -> None:
+        super().__init__(source)
+        self._name, spec = head_weight(source), scheme.weights
+        assert spec is not None
+        weight, dtype = source.tensor(self._name), source.dtype(self._name)
+        packed = storage_format(scheme) == "pack-quantized"
+        stored = round_weight(weight.float(), spec, dtype if packed else torch.float32, "mse")
+        values = dequantize(stored.q, stored.scale, stored.zero_point, spec.block)
+        self._values = values.to(weight.dtype)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor."""
+        return self._values if name == self._name else self.source.tensor(name)
+
+
+def head_costs(
+    model: FloatModel,
+    schemes: Mapping[str, LayerScheme],
+    sequences: Sequence[Tensor],
+    device: torch.device,
+) -> GroupCosts:
+    """The head as a group of its own, which may also stay in float.
+
+    Args:
+        model: In float.
+        schemes: Those that its weight may be rounded to, by their short names.
+        sequences: Token ids of the samples: int64 [tokens] each.
+    """
+    holds = head_weight(model)
+    shape, dtype = (*model.shape(holds),), model.dtype(holds)
+    samples = list(sequences[:SAMPLES])
+    original = BlockStream(config_of(model), model.tensor, device=device)
+    _run(original, samples)
+    found = [Cost(scheme=FLOAT, nbytes=math.prod(shape) * dtype.itemsize, weights=0.0, inputs=0.0)]
+    for name, scheme in schemes.items():
+        rounded = BlockStream(config_of(model), RoundedHead(model, scheme).tensor, device=device)
+        if holds == f"{head_name(model.config)}.weight":  # nothing but the head reads it
+            rounded.start(samples)
+            rounded.inputs[:] = original.inputs
+        else:
+            _run(rounded, samples)
+        nbytes = weight_bytes(scheme, (shape[0], shape[1]), dtype)
+        kl = divergence(original, rounded, samples)
+        found.append(Cost(scheme=name, nbytes=nbytes, weights=kl, inputs=0.0))
+    name = head_name(model.config)
+    return GroupCosts(
+        label=name, layers=(name,), elements=math.prod(shape), candidates=tuple(found)
+    )
+
+
+def _run(stream: BlockStream, samples: list[Tensor]) -> None:
+    """Take samples through all blocks."""
+    stream.start(samples)
+    for index in range(len(stream.blocks)):
+        stream.advance(stream.load(index))
+
+
+def divergence(original: BlockStream, other: BlockStream, samples: Sequence[Tensor]) -> float:
+    """Mean KL divergence of what two streams predict, which have run through all blocks."""
+    total, tokens = 0.0, 0
+    with torch.no_grad(), original.head() as first, other.head() as second:
+        for ids, before, after in zip(samples, original.inputs, other.inputs, strict=True):
+            p, q = first(ids, before.to(original.device)), second(ids, after.to(other.device))
+            for one, two in zip(p.split(ROWS), q.split(ROWS), strict=True):
+                log_p, log_q = one.double().log_softmax(-1), two.double().log_softmax(-1)
+                total += (log_p.exp() * (log_p - log_q)).sum().item()
+            tokens += len(ids)
+    return max(total / tokens, 0.0)

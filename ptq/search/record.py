@@ -15,8 +15,8 @@ from formats.files import replace_file
 from formats.strict import Strict
 from inference.accuracy import Accuracy
 from ptq.recipe.budget import BudgetSpec
+from ptq.search.choice import Frontier
 from ptq.search.costs import Cost, Costs, GroupCosts
-from ptq.search.frontier import Frontier
 from ptq.text import percent, size_text
 
 MEASURED_FILE = "measured.json"
@@ -140,8 +140,6 @@ class BudgetRecord(Strict):
     """Everything of a search.
 
     Attributes:
-        budget: What was asked for.
-        costs: What was chosen from.
         curve: The frontier.
         trials: What was measured, in its order.
         chosen: Which of them it is.

@@ -45,10 +45,8 @@ from ptq.recipe.reading import LoadedRecipe, resolved_yaml
 from ptq.recipe.schema import LayersSpec, OutputSpec, Recipe, ReportSpec, StatisticsSpec
 from ptq.result import QuantizationResult, load_result
 from ptq.search.candidates import candidates
-from ptq.search.choice import chosen_recipe
-from ptq.search.costs import COSTS_FILE, FLOAT, SCHEMES, Costs, gather
-from ptq.search.frontier import Frontier, Point, frontier
-from ptq.search.head import head_costs
+from ptq.search.choice import Frontier, Point, chosen_recipe, frontier
+from ptq.search.costs import COSTS_FILE, FLOAT, SCHEMES, Costs, gather, head_costs
 from ptq.search.record import BudgetRecord, Curve, Measured, Trial, Tried, loss_of
 from ptq.text import size_text
 
@@ -69,8 +67,6 @@ class Ordered:
     Attributes:
         plan: Of the recipe that was chosen.
         result: Its quantization.
-        record: Of the search.
-        accuracy: As measured.
     """
 
     plan: Plan
@@ -87,7 +83,6 @@ def count_costs(
     Args:
         loaded: The recipe with the budget.
         tokens: For calibration.
-        progress: Show progress bars.
 
     Raises:
         RecipeError: the recipe does not fit the model, or its methods cannot be solved again.
@@ -168,7 +163,6 @@ def search(loaded: LoadedRecipe, data: Mapping[str, TokenSet], *, progress: bool
     Args:
         loaded: The recipe with the budget.
         data: Tokens by split.
-        progress: Show progress bars.
 
     Raises:
         RecipeError: as of `count_costs`; or nothing keeps the budget, with what is least.
@@ -283,10 +277,6 @@ def choices(
     """What to measure, one after the other; `trials` grows with what was measured.
 
     Args:
-        found: What there is to choose from.
-        budget: What is to be kept.
-        costs: What the frontier is of.
-        trials: What was measured.
         factor: What measured loss is of the predicted one, before anything was measured.
 
     Raises:

@@ -22,9 +22,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from formats.command import end_with
 from formats.errors import EngineError, RequestError
 from formats.namespace import ROOT, later
-from formats.parent import end_with
 from ptq.output import is_taken
 from ptq.sweep.tasks import Outcome, State, Task
 

@@ -160,7 +160,6 @@ def descent_columns(
         zeros: fp32 [B, N], or None.
         gradient: fp32 [B, N]; that of the block is used up.
         hessian: fp32 [B, B].
-        kind: The type.
 
     Returns:
         What each column has moved by, fp32 [B, N].

@@ -103,7 +103,6 @@ class Method(ABC):
         itself then takes what they found (`gather`).
 
         Args:
-            work: The block at work.
             most: Parts in which what can be divided anywhere is divided; more, where there are.
         """
         return []
@@ -180,7 +179,6 @@ def layer_parts(work: BlockWork, most: int) -> list[Part]:
     """Layers that are solved without each other; those of one module and input stay together.
 
     Args:
-        work: The block at work.
         most: Parts into which the layers that read one input, as experts do, are divided: what
             follows from that input is found once for each.
     """

@@ -82,9 +82,7 @@ def smoothing_row(
     """What the record tells of a choice.
 
     Args:
-        method: Whose it is.
         members: Names of what is divided and of what is multiplied.
-        choice: The best.
         errors: Squared error of the hidden states by strength; None is no smoothing.
         power: Sum of the hidden states' squares.
     """

@@ -48,7 +48,6 @@ class Moments:
         """Add the input [tokens, in] of a layer; of layers that share it, the first counts.
 
         Args:
-            name: The layer.
             x: Its input.
             tokens: How many it stands for, where rows of zeros were left out.
         """

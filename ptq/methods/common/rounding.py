@@ -89,7 +89,6 @@ def round_weight(
 
     Args:
         weight: [out, in], float.
-        spec: How it is stored.
         dtype: How the scales are stored.
         search: How scales are chosen; see the module's docstring.
         moments: E[x x^T] of the inputs [in, in] for `output_mse`, its diagonal [in] or itself for

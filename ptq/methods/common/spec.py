@@ -125,7 +125,6 @@ class MethodSpec(Strict):
         """Why it has nothing to do in a recipe, with the way out; None where it has.
 
         Args:
-            scheme: Of the recipe.
             layers: What the recipe wants of linear layers: of most of them, then of others.
         """
         return None
@@ -152,8 +151,6 @@ class MethodSpec(Strict):
         """What it does to a quantized linear layer: a line each, such as `rtn: rounded ...`.
 
         Args:
-            layer: Full name.
-            scheme: Of the layer.
             groups: The plan's smoothing groups.
         """
         yield from ()

@@ -1,1 +1,0 @@
-"""What the report measures beside accuracy and speed: where the loss comes from, completions."""
