@@ -1,7 +1,5 @@
 """Adapters of random weights, in the files that PEFT writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

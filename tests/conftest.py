@@ -1,7 +1,5 @@
 """Shared fixtures: tiny random models with a real tokenizer, written as local directories."""
 
-from __future__ import annotations
-
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers would wait for each other
@@ -48,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("ci"):
                 item.add_marker(skip)
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Skip the folders of what runs on Triton where that is not installed."""
+    if {"triton", "gpu"}.intersection(module_path.relative_to(Path(__file__).parent).parts):
+        pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -120,7 +124,7 @@ def write_model(
     """
     from transformers import AutoConfig
 
-    from formats.modeling.own_classes import make_known
+    from formats.modeling.config import make_known
 
     make_known(family)
     values = {

@@ -1,7 +1,5 @@
 """What the tests of mixtures of experts share: tiny models of each family, and other forms of them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

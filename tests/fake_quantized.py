@@ -5,8 +5,6 @@ checkpoint says and stay floats. What our engine makes of the same checkpoint is
 by the order of its sums, and by roundings that fall the other way for it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,10 +1,10 @@
 """What holds of every family: our numbers are transformers', before and after quantization."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -62,6 +62,20 @@ def check_engine(folder: Path, ids: Tensor, longest: int = 512, **config: Any) -
     greedy = transformers_logits(folder, whole).argmax(-1)
     assert list(out.token_ids) == greedy[len(ids) - 1 : -1].tolist()
     return engine
+
+
+def but_one_in_ci(preset: str, presets: Iterable[str] = METHODS) -> list[Any]:
+    """All presets, of which the CI alone runs those that other families show as well."""
+    return [p if p == preset else pytest.param(p, marks=pytest.mark.ci) for p in presets]
+
+
+def in_turn(names: Iterable[str], presets: Sequence[Any]) -> list[Any]:
+    """Every name with every preset, of which each name has one in turn outside of the CI."""
+    return [
+        pytest.param(name, preset, marks=() if j == i % len(presets) else pytest.mark.ci)
+        for i, name in enumerate(names)
+        for j, preset in enumerate(presets)
+    ]
 
 
 def check_blocks(folder: Path) -> None:

@@ -3,8 +3,6 @@
 python -m tests.families_table        # writes the table again
 """
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from pathlib import Path
@@ -15,8 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.registry import BY_TYPE
-from formats.families.table import COLUMNS, DOCUMENT, with_table
+from formats.families.registry import BY_TYPE, COLUMNS, DOCUMENT, with_table
 from formats.namespace import join_kernels
 from inference.config import EngineConfig
 from inference.cpu.loop import fuse

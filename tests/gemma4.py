@@ -1,7 +1,5 @@
 """Tiny models of Gemma 4's layouts, and of Gemma 3n, which has several hidden states of a token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

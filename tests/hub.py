@@ -1,7 +1,5 @@
 """A small server that speaks what huggingface_hub asks of the hub for a model's snapshot."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Child processes that Ctrl-C reaches, whatever started the tests."""
 
-from __future__ import annotations
-
 import signal
 
 

@@ -1,7 +1,5 @@
 """What the tests of families with experts share beyond `tests.families`: quantized runs, MXFP4."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

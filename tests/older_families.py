@@ -1,7 +1,5 @@
 """Tiny configurations of families older than Llama, by a name for each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of published layouts, built from a tiny model of the native class by laying it otherwise."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ transformers' own code. Each type runs in a process of its own, within a time li
 decoder is left out with the reason, and does not count; what keeps a recurrent state counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import sys

@@ -1,7 +1,5 @@
 """What is installed: all that is imported, in the ranges and with the pins of the README's commands."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import tomllib

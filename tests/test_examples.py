@@ -1,7 +1,5 @@
 """The examples run as they are, from any folder, and end well."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

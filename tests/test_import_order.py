@@ -49,7 +49,7 @@ FLOORS = {
     "formats": """
         errors strict
         cache_scheme namespace
-        command memory files pack scheme chat_template text_tokens parent hadamard
+        command memory files pack scheme chat_template
         documents lock residual_rotation
         scale_table families
         published
@@ -90,7 +90,7 @@ FLOORS = {
         app
         command""",
     "ptq": """
-        text version output
+        text output
         methods
         result recipe
         plan
@@ -107,7 +107,6 @@ FLOORS = {
 }
 CALIBRATE_MAY_USE = {
     "formats.chat_template",
-    "formats.text_tokens",
     "formats.errors",
     "formats.files",
     "formats.namespace",

@@ -1,7 +1,5 @@
 """The READMEs: every command parses, every link leads somewhere, every example is one."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

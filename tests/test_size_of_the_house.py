@@ -21,13 +21,13 @@ ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a
 
 LIMITS = {
     "lines of source": 103_600,
-    "files of source": 640,
-    "lines of imports, in 1,000 lines of code": 89,
+    "files of source": 600,
+    "lines of imports, in 1,000 lines of code": 87,
     "crowded classes": 8,
     "functions over 60 lines": 18,
     "files over 400 lines": 7,
     "odd words": 45,
-    "lines of tests": 60_950,
+    "lines of tests": 60_400,
 }
 # How far a number may fall below its limit before the limit is to follow.
 SLACK = {"lines of source": 500, "lines of tests": 500, "files of source": 10, "odd words": 30}

@@ -1,7 +1,5 @@
 """A few of the models that `tests.sweep_families` tries; all of them take five minutes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.sweep_families import STEPS, try_type, why_left_out

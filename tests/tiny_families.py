@@ -1,7 +1,5 @@
 """What makes a tiny model of a declared family show all that the family has: by model_type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 KINDS = ["sliding_attention", "full_attention"]

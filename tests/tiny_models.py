@@ -4,8 +4,6 @@ Configurations are made from their class's defaults with the sizes below in the 
 where it has a size of that name. What no name tells is given by type in `OWN`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig

@@ -1,7 +1,5 @@
 """Tiny models of types that no family declares: what their configs need beside the usual sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

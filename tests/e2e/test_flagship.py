@@ -17,6 +17,8 @@ import torch
 
 from ptq.cli import main
 
+# Its sizes take minutes; `test_first_hour.py` and `test_recipes.py` run the same on little data.
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 UNTIMED = ["--set", "report.speed=false"]
 
@@ -49,7 +51,6 @@ def flagship(tmp_path_factory) -> tuple[Path, int, str, dict]:
     return folder, *run_recipe("a8w8c8", folder)
 
 
-@pytest.mark.timeout(900)
 def test_a8w8c8_keeps_the_accuracy_that_it_promises(flagship) -> None:
     _, code, output, report = flagship
     accuracy = report["accuracy"]
@@ -59,8 +60,6 @@ def test_a8w8c8_keeps_the_accuracy_that_it_promises(flagship) -> None:
     assert accuracy["tokens"] > 30_000
 
 
-@pytest.mark.ci  # what smoothing gives is seen on a small model, too
-@pytest.mark.timeout(900)
 def test_the_same_recipe_without_smoothing_is_visibly_worse(flagship, tmp_path) -> None:
     smooth = flagship[3]["accuracy"]
     rough = run_recipe("a8w8c8_unsmoothed", tmp_path, *UNTIMED)[2]["accuracy"]
@@ -69,7 +68,6 @@ def test_the_same_recipe_without_smoothing_is_visibly_worse(flagship, tmp_path) 
     assert rough["kl_mean"] > 3 * smooth["kl_mean"]
 
 
-@pytest.mark.timeout(900)
 def test_the_printed_next_commands_work_when_pasted(flagship, capsys) -> None:
     folder, _, output, _ = flagship
     lines = [line.strip() for line in output.splitlines()]
@@ -84,7 +82,6 @@ def test_the_printed_next_commands_work_when_pasted(flagship, capsys) -> None:
         assert out.strip(), line
 
 
-@pytest.mark.timeout(900)
 def test_the_printed_server_answers_the_line_that_it_prints(flagship) -> None:
     folder, _, output, _ = flagship
     (line,) = (line.strip() for line in output.splitlines() if line.startswith("  ptq serve "))
@@ -110,7 +107,6 @@ def mean_kl(p: torch.Tensor, q: torch.Tensor) -> float:
     return (p.exp() * (p - q)).sum(-1).mean().item()
 
 
-@pytest.mark.timeout(900)
 def test_transformers_gives_the_same_logits_within_the_noise_of_rounding(
     flagship, monkeypatch
 ) -> None:

@@ -67,12 +67,13 @@ def __getattr__(name):
     (info / "RECORD").write_text("kernels/__init__.py,,\n")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "foreign"),
     [
-        pytest.param("checkout", "absent", marks=pytest.mark.ci),
-        pytest.param("checkout", "0.1.0", marks=pytest.mark.ci),
-        pytest.param("editable", "accepted", marks=pytest.mark.ci),
+        ("checkout", "absent"),
+        ("checkout", "0.1.0"),
+        ("editable", "accepted"),
         ("wheel", "accepted"),
     ],
 )

@@ -5,8 +5,6 @@ values, keys and bytes; safetensors files other headers, elements and lengths; a
 become something that is no file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

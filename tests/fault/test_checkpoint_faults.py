@@ -1,7 +1,5 @@
 """Damaged, hostile and half-written checkpoints: one clear error each, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -69,8 +67,7 @@ def test_trailing_bytes(folder):
 
 
 @pytest.mark.parametrize(
-    "header",
-    [b"not json", b"[]", b'{"a": {"dtype": "I4", "shape": [1], "data_offsets": [0, 1]}}'],
+    "header", [b"not json", b"[]", b'{"a": {"dtype": "I4", "shape": [1], "data_offsets": [0, 1]}}']
 )
 def test_a_header_that_is_none(folder, header):
     data = len(header).to_bytes(8, "little") + header + b"\0"

@@ -1,7 +1,5 @@
 """Damaged folders of other software: one error that names the tensor, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

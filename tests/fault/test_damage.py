@@ -13,8 +13,6 @@ Every case is a checkpoint with one to three damages (`tests.fault.damage`), ope
 In the last two a change that is no fault by itself, such as another eps, has other tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

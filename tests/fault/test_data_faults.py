@@ -1,7 +1,5 @@
 """Data that cannot be used: one clear error each, with what to do."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

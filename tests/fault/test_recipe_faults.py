@@ -1,7 +1,5 @@
 """Every fault of a recipe is told with its place, its key and the way out; all of them at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

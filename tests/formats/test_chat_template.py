@@ -1,7 +1,5 @@
 """Chats in both spellings, and what a template refuses."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Writers that were killed leave nothing behind once the same path is written again."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -74,6 +74,18 @@ def test_a_revision_is_another_snapshot_and_a_commit_is_asked_for_once(online):
     assert hub.model_folder("org/tiny", COMMITS["main"]).name == COMMITS["main"]
 
 
+@pytest.mark.parametrize(
+    "given", ["./org/tiny", "../org/tiny", "/org/tiny", "~/org/tiny", "a/b/c", "org/tiny/"]
+)
+def test_what_is_spelled_as_a_path_is_none_of_the_hubs_models(given, online):
+    with pytest.raises(CheckpointError, match="org/tiny: no such folder|a/b/c: no such folder"):
+        hub.model_folder(hub.model_argument(given))
+    assert online.asked == []
+    assert hub.model_argument("org/tiny") == Path("org/tiny")
+    Path("org/tiny").mkdir(parents=True)
+    assert hub.model_argument("./org/tiny") == Path("org/tiny")
+
+
 def test_a_folder_wins_over_the_hub(online, tmp_path):
     (tmp_path / "org" / "tiny").mkdir(parents=True)
     assert hub.model_folder("org/tiny") == Path("org/tiny")

@@ -1,7 +1,5 @@
 """Which links are followed: within a folder, and from a snapshot of a hub cache to its blobs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One process at a time works in an output folder; a lock never outlives its process."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,13 +1,12 @@
 """Packed integers, bit by bit."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
+from formats.cache_scheme import StateSpec
 from formats.pack import pack_words, unpack_words
 from formats.scheme import PRESETS, ActivationSpec, KVCacheSpec, Scheme, Strict, WeightSpec
 from formats.stored.weights import StoredWeight, read_weights, weight_tensors
@@ -95,7 +94,7 @@ def test_short_names_follow_the_types():
 
 
 def test_no_two_schemes_have_one_short_name():
-    kinds = (every(WeightSpec), every(ActivationSpec), every(KVCacheSpec))
+    kinds = map(every, (WeightSpec, ActivationSpec, KVCacheSpec, StateSpec))
     parts = [dict(zip(Scheme.model_fields, specs, strict=True)) for specs in product(*kinds)]
     names = [scheme.wac for own in parts for scheme in allowed(Scheme, own)]
     assert len(names) > 200

@@ -1,7 +1,5 @@
 """Bars on a terminal, lines elsewhere, nothing where nothing is to be shown."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

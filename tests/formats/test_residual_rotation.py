@@ -1,13 +1,15 @@
 """The basis of a residual stream, as config.json tells it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from formats.errors import CheckpointError
-from formats.hadamard import random_rotation
-from formats.residual_rotation import change_of_basis, rotation_seeds, with_rotation
+from formats.residual_rotation import (
+    change_of_basis,
+    random_rotation,
+    rotation_seeds,
+    with_rotation,
+)
 
 PLAIN = {"hidden_size": 24}
 ONCE = with_rotation(PLAIN, 7)

@@ -1,7 +1,5 @@
 """Weight files are written with the bytes of the library, and the mode of any new file."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

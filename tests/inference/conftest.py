@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
 from functools import cached_property
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,7 @@ from inference.bench import requests
 from inference.bench.load import Load, Run, run_once
 from inference.bench.requests import EngineSource
 from inference.engine import Engine
+from inference.structured.compiler import GrammarCompiler
 
 
 class EngineHere:
@@ -37,3 +40,20 @@ class EngineHere:
 def engines_here(monkeypatch) -> None:
     """A bench's engines run in this process; `test_the_command_compares_two_models` starts some."""
     monkeypatch.setattr(requests, "EngineProcess", EngineHere)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_compiler() -> Iterator[None]:
+    """Engines of equal tokenizers share what compiles constraints, whose process starts slowly."""
+    made: dict[tuple[str, int, frozenset[int]], GrammarCompiler] = {}
+
+    def shared(tokenizer: Any, vocabulary: int, ends: Set[int]) -> GrammarCompiler:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        key = backend.to_str() if backend else str(id(tokenizer)), vocabulary, frozenset(ends)
+        if key not in made:
+            made[key] = GrammarCompiler(tokenizer, vocabulary, ends)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("inference.engine.GrammarCompiler", shared)
+        yield

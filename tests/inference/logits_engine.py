@@ -1,7 +1,5 @@
 """An engine for beam searches that is a function from tokens to log probabilities."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from inference.requests.request import StepResult

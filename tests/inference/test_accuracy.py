@@ -1,7 +1,5 @@
 """Accuracy figures against sums written out, and the bootstrap's intervals against known ones."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

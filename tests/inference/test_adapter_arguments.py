@@ -1,7 +1,5 @@
 """`--adapter NAME=FOLDER` of the commands: what runs with it, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

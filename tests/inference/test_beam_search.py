@@ -1,7 +1,5 @@
 """Beam search: the hypotheses and scores of transformers, and no block of the cache lost."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from pathlib import Path

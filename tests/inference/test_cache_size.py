@@ -1,7 +1,5 @@
 """How large the cache is where a share of the memory is asked for."""
 
-from __future__ import annotations
-
 import pytest
 
 from formats import memory

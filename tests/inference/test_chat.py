@@ -1,7 +1,5 @@
 """The chat command: through a pipe, in a terminal, its commands, and what gets no answer."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

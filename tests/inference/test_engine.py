@@ -1,7 +1,5 @@
 """Requests: the same answer in any company, and no block of the cache ever lost."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

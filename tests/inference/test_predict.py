@@ -1,7 +1,5 @@
 """The predict command: prompts, streams, and arguments that are refused."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

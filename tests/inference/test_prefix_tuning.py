@@ -1,7 +1,5 @@
 """Prefix tuning: an engine gives what transformers gives with the same keys and values cached."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

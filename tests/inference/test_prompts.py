@@ -1,7 +1,5 @@
 """Chat templates: how they make a prompt, where there is none, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

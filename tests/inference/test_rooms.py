@@ -1,7 +1,5 @@
 """Only what is the GPU's imports Triton, and only backends know a device."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of rows: their order, what a bad row costs, and how targets are scored."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Requests that come, fork, leave and are preempted as they like, over a cache that is too small."""
 
-from __future__ import annotations
-
 import random
 import time
 

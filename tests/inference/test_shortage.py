@@ -1,7 +1,5 @@
 """Memory that runs out in a step: later ones are smaller, and few requests or none pay for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from inference.config import EngineConfig

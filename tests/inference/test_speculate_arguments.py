@@ -1,7 +1,5 @@
 """How commands are told to speculate, and what they tell of it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

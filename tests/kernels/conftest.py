@@ -1,7 +1,5 @@
 """Threads for tests of what must not depend on them, and both implementations of the ops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -26,3 +24,10 @@ def backend(request, monkeypatch):
     elif native.library() is None:
         pytest.skip("no C++ compiler, and no compiled kernels")
     return request.param
+
+
+@pytest.fixture(params=native.supported())
+def isa(request):
+    """Runs a test on one instruction set."""
+    with native.forced(request.param):
+        yield request.param

@@ -1,10 +1,16 @@
 """Weights of experts for tests of sorted rows: by the family of their kernel, one behind the other."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import torch
+
+from kernels.triton.linear.fp4 import pack_fp4
+from kernels.triton.linear.fp8_block import pack_fp8_block
+from kernels.triton.linear.w4a8 import pack_w4a8
+from kernels.triton.linear.w4a16 import pack_w4a16
+from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.linear.w8a16 import pack_w8a16
+from kernels.triton.linear.w16a16 import DenseWeight
 
 FP8 = torch.float8_e4m3fn
 FAMILIES = (
@@ -35,13 +41,6 @@ def make_weights(
 
 
 def _weight(family: str, outputs: int, inputs: int, rows: torch.dtype):
-    from kernels.triton.linear.fp8_block import pack_fp8_block
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.linear.w8a8 import pack_w8a8
-    from kernels.triton.linear.w8a16 import pack_w8a16
-    from kernels.triton.linear.w16a16 import DenseWeight
-
     if family == "mxfp4":
         return _mxfp4_weight(outputs, inputs, rows)
     base, _, kind = family.partition("_")
@@ -75,8 +74,6 @@ def _weight(family: str, outputs: int, inputs: int, rows: torch.dtype):
 
 
 def _mxfp4_weight(outputs: int, inputs: int, rows: torch.dtype):
-    from kernels.triton.linear.fp4 import pack_fp4
-
     bias, codes = torch.randn(outputs), torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     scale = 2.0 ** torch.randint(-9, -3, (outputs, inputs // 32))
     half = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -6,8 +6,6 @@ the result anew, and computes whether integers overflow, only to drop what it fo
 debugs. What is kept here is what Triton's own code gave for the same types and shapes.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

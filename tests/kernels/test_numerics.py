@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from kernels.numerics import (
     dequantize,
     fake_quantize,
     fake_quantize_activations,
+    outer_scales,
     quantize,
     sqnr_db,
 )
@@ -52,6 +54,38 @@ def test_a_range_that_is_none_is_refused(bad):
 
 def test_nan_survives_the_absmax():
     assert block_absmax(torch.tensor([[1.0, float("nan")]]), (-1, -1)).isnan().all()
+
+
+def test_scales_of_rows_and_columns_cut_nothing_and_round_finer_than_rows():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 40, 24, generator=generator)
+    x *= (
+        torch.rand(2, 3, 40, 1, generator=generator)
+        * torch.rand(2, 3, 1, 24, generator=generator) ** 3
+    )
+    rows, columns = outer_scales(x)
+    assert (rows.shape, columns.shape) == ((2, 3, 40, 1), (2, 3, 1, 24))
+    y = x.double().numpy()
+    high = np.sqrt(np.abs(y).max(-1, keepdims=True))
+    wide = np.abs(y / high).max(-2, keepdims=True) / 127
+    torch.testing.assert_close(
+        (rows * columns).double(), torch.from_numpy(high * wide), rtol=1e-6, atol=0
+    )
+    assert (x / (rows * columns)).abs().max() < 127.001
+    fine = dequantize(quantize(x, rows * columns), rows * columns)
+    assert ((fine - x).abs() <= rows * columns / 1.999).all()
+    coarse = fake_quantize(x, choose_scale(block_absmax(x, (1, 1, 1, -1))))
+    assert (fine - x).norm() < 0.8 * (coarse - x).norm()
+
+
+def test_scales_of_rows_and_columns_of_zeros_are_positive_and_nan_stays():
+    x = torch.zeros(2, 4, 4)
+    x[1, 2, 3] = torch.nan
+    rows, columns = outer_scales(x)
+    scale = rows * columns
+    assert (scale[0] > 0).all()
+    assert torch.equal(dequantize(quantize(x[0], scale[0]), scale[0]), x[0])
+    assert scale[1].isnan().any()
 
 
 def test_a_view_in_blocks_needs_whole_ones():

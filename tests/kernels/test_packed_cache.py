@@ -1,7 +1,5 @@
 """int4 in the paged cache: packing, the turn of keys, and attention in plain torch over it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -10,7 +8,7 @@ import torch
 
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
-from formats.hadamard import hadamard_matrix
+from formats.residual_rotation import hadamard_matrix
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.packed_cache import pack_halves, turn_size, turned, unpack_halves
 

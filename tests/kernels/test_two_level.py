@@ -1,7 +1,5 @@
 """Two-level scales: told from the scales alone, exactly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

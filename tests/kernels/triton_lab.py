@@ -4,8 +4,6 @@ Triton decides at import whether kernels are interpreted, so each way has a proc
 test decorated with `interpreted` or `compiled` runs its body there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

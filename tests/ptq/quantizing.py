@@ -1,7 +1,5 @@
 """What the tests of methods and driver share: small recipes, tokens, observed blocks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

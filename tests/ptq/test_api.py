@@ -1,7 +1,5 @@
 """The door for Python: names that come when asked for, in any order, and quantization from it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -95,10 +93,7 @@ def test_a_recipe_is_quantized_from_python(tmp_path, tiny_llama):
     (tmp_path / "r.yaml").write_text(RECIPE.format(model=tiny_llama))
     (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x\n" for i in range(50)))
     made = ptq.quantize(
-        str(tmp_path / "r.yaml"),
-        overrides=["scheme=w4"],
-        output=tmp_path / "file",
-        progress=False,
+        str(tmp_path / "r.yaml"), overrides=["scheme=w4"], output=tmp_path / "file", progress=False
     )
     recipe = load_recipe(tmp_path / "r.yaml", ["scheme=w4"])
     again = ptq.quantize(recipe, output=tmp_path / "object", progress=False)

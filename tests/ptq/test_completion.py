@@ -1,7 +1,5 @@
 """`ptq completion`: what shells complete, asked of the shells themselves."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

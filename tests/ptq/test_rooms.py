@@ -1,7 +1,5 @@
 """The rooms of ptq: who may know a method or the engine; `tests.test_import_order` has their floors."""
 
-from __future__ import annotations
-
 from tests.test_import_order import FLOORS, ROOT, imported_modules
 
 PTQ = ROOT / "ptq"

@@ -1,7 +1,5 @@
 """The bench of quantizing itself: it makes a model, quantizes it and tells the time by phase."""
 
-from __future__ import annotations
-
 import json
 
 from ptq import time_quantizing

@@ -9,7 +9,7 @@ import pytest
 from formats.errors import RecipeError
 from ptq.certify.certificate import Certificate, Made
 from ptq.certify.figures import Row, judge, overall
-from recipes import certified, results
+from recipes import results
 
 
 def certificate(kl: float, fits: float) -> Certificate:
@@ -35,27 +35,27 @@ def certificate(kl: float, fits: float) -> Certificate:
 
 
 def test_a_row_names_what_is_beyond_its_limit():
-    row = certified.row_of("tiny", "a8w8c8", certificate(0.01, 0))
+    row = results.certificate_row("tiny", "a8w8c8", certificate(0.01, 0))
     assert row["verdict"] == "red"
     assert row["beyond their limit"] == "answers.length (red)"
     assert (row["KL of prose"], row["their length"], row["device"]) == ("0.0119", "x 1.50", "Chip")
     assert (row["answers equal"], row["loops"]) == ("25%", "0% / 3%")
     assert (row["JSON that fits"], row["of code"], row["seconds"]) == ("100% / 100%", "", "61")
-    worse = certified.row_of("tiny", "w4", certificate(0.2, 20))
+    worse = results.certificate_row("tiny", "w4", certificate(0.2, 20))
     assert worse["JSON that fits"] == "100% / 50%"
     assert "kl.prose (red)" in worse["beyond their limit"]
     assert "objects.fit (red)" in worse["beyond their limit"]
 
 
-def test_rows_are_kept_by_model_and_recipe_and_shown_in_their_place(tmp_path):
-    table = tmp_path / "certified.csv"
-    row = certified.row_of("tiny", "w4", certificate(0.02, 0))
-    certified.record([row, row | {"recipe": "w8", "KL of prose": "0.0010"}], table)
-    certified.record([row | {"verdict": "amber"}], table)
-    assert [r["recipe"] for r in certified.certified_rows(table)] == ["w8", "w4"]
+def test_rows_are_kept_by_model_and_recipe_and_shown_in_their_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "CERTIFIED", tmp_path / "certified.csv")
+    row = results.certificate_row("tiny", "w4", certificate(0.02, 0))
+    results.record_certificates([row, row | {"recipe": "w8", "KL of prose": "0.0010"}])
+    results.record_certificates([row | {"verdict": "amber"}])
+    assert [r["recipe"] for r in results.certificate_rows()] == ["w8", "w4"]
     page = "# All\n\n<!-- certificates: tiny -->\n| old |\n\nand more\n"
-    shown = certified.written(page, table)
-    assert certified.written(shown, table) == shown
+    shown = results.with_certificates(page)
+    assert results.with_certificates(shown) == shown
     place, head, rule, *rows, empty, last = shown.splitlines()[2:]
     assert place == "<!-- certificates: tiny -->"
     assert head.startswith("| recipe | verdict | KL of prose | of code |")
@@ -63,9 +63,9 @@ def test_rows_are_kept_by_model_and_recipe_and_shown_in_their_place(tmp_path):
     assert [line.split(" | ")[:2] for line in rows] == [["| `w8`", "red"], ["| `w4`", "amber"]]
     assert (empty, last) == ("", "and more")
     with pytest.raises(RecipeError, match="no place for the certificates of tiny"):
-        certified.written("# All\n", table)
+        results.with_certificates("# All\n")
 
 
 def test_the_page_shows_the_certificates_as_they_are():
     page = results.PAGE.read_text(encoding="utf-8")
-    assert certified.written(page) == page, "RESULTS.md is old: python -m recipes.certified"
+    assert results.with_certificates(page) == page, "RESULTS.md is old: python -m recipes.results"

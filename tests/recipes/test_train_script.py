@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from formats.errors import RecipeError
 from recipes import run_all
-from recipes.tiny_python_card import write_card
-from recipes.tiny_python_check import mean_loss, stdlib_text, windows
+from recipes.tiny_python_card import mean_loss, stdlib_text, windows, write_card
 from recipes.tiny_python_corpus import (
     build_corpus,
     find_sources,

@@ -1,7 +1,5 @@
 """Reading LoRA adapters: what PEFT computes with them, and what is refused, by name."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -217,11 +215,7 @@ BROKEN = {
     "DoRA": (put(f"{Q0}.lora_magnitude_vector", 128), {}, "(of DoRA) is not expected"),
     "no target": (lambda _: None, {"target_modules": ["k_proj"]}, "is none of target_modules"),
     "rank": (lambda _: None, {"r": 8}, "rank 4 in A and 4 in B, and adapter_config.json says 8"),
-    "rank of B": (
-        put(f"{Q0}.lora_B.weight", 128, 3),
-        {},
-        "q_proj has rank 4 in A and 3 in B",
-    ),
+    "rank of B": (put(f"{Q0}.lora_B.weight", 128, 3), {}, "q_proj has rank 4 in A and 3 in B"),
     "inputs": (
         put(f"{Q0}.lora_A.weight", 4, 96),
         {},

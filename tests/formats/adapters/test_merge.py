@@ -1,7 +1,5 @@
 """A model with an adapter merged in is a model: made once, found again, of its base's files."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

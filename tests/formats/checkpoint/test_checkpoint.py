@@ -1,7 +1,5 @@
 """What is written is what is read, by us and by others."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Groups of `quantization_config`: which layer is of which, in what we write and in what we read."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A part of a checkpoint is what is cut out of the whole, and no more of a file is read for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

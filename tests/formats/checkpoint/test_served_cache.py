@@ -1,7 +1,5 @@
 """Caches as llm-compressor writes them: `kv_cache_scheme`, and scales among the served tensors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

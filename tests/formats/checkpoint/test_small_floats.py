@@ -1,7 +1,5 @@
 """NVFP4, MXFP4 and MXFP8 checkpoints: what compressed-tensors' own decompression gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor

@@ -1,7 +1,5 @@
 """Experts in 3-D parameters are read as if each had its own layers, and no more than is asked for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Declarations are found by being there, are data, and are what everybody else asks; what names tell."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -26,14 +24,16 @@ from formats.families.names import (
 )
 from formats.families.registry import (
     BY_TYPE,
+    DOCUMENT,
     FAMILIES,
     MODEL_TYPES,
     family_of,
     find_family,
+    read_table,
     unsupported,
+    with_table,
 )
 from formats.families.sizes import Heads, heads_of, turning_pairs
-from formats.families.table import DOCUMENT, read_table, with_table
 from ptq.commands.families import main
 from tests.families_table import OTHERS, measured_row, write_tiny
 

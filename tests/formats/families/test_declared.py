@@ -1,7 +1,5 @@
 """Families on the fast path: our numbers are transformers', before and after quantization."""
 
-from __future__ import annotations
-
 import pytest
 
 from formats.checkpoint.read import Checkpoint
@@ -13,6 +11,7 @@ from tests.families import (
     check_engine,
     check_quantized,
     check_rounding,
+    in_turn,
     transformers_logits,
 )
 from tests.ptq.quantizing import make_plan, random_tokens
@@ -26,8 +25,7 @@ def test_logits_and_blocks_are_those_of_transformers(make_model, kind):
     check_blocks(folder)
 
 
-@pytest.mark.parametrize("preset", ["a8w8c8", "w4", "fp8_channel"])
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize(("kind", "preset"), in_turn(TINY, ["a8w8c8", "w4", "fp8_channel"]))
 def test_quantized_checkpoints_run_here_and_in_transformers(make_model, tmp_path, kind, preset):
     check_quantized(make_model(kind, **TINY[kind]), tmp_path, preset)
 
@@ -35,8 +33,7 @@ def test_quantized_checkpoints_run_here_and_in_transformers(make_model, tmp_path
 MODELS = {"llama": {}, "qwen2": {}} | MOE
 
 
-@pytest.mark.parametrize("preset", ["a8w8c8", "w4"])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(("family", "preset"), in_turn(MODELS, ["a8w8c8", "w4"]))
 def test_the_kl_is_that_of_the_same_numbers_in_transformers(make_model, tmp_path, family, preset):
     folder = make_model(family, **MODELS[family])
     plan = make_plan(folder, tmp_path, preset, methods=METHODS[preset][0])

@@ -1,7 +1,5 @@
 """DeepSeek V2, V2-Lite and V3: latent attention, whose cache holds latents, and their mixtures."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """OLMo 2: norms after the sub-layers, norms of q and k over their whole projection."""
 
-from __future__ import annotations
-
 import pytest
 
 from formats.errors import RecipeError

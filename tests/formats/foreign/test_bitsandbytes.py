@@ -1,7 +1,5 @@
 """bitsandbytes' layouts: bytes worked out by hand, damage, and the library itself where it is."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Foreign layouts, bit by bit: GPTQ, AWQ, FP8 blocks and Paddle's tables."""
 
-from __future__ import annotations
-
 import json
 import struct
 
@@ -372,10 +370,10 @@ def test_other_awq_and_fp8_settings_are_refused(read, config, change, message):
 @pytest.mark.parametrize(
     ("refuse", "accepted"),
     [
-        (refuse_gptq, {"w4", "w8", "w4c8"}),
-        (refuse_awq, {"w4", "w4c8"}),
+        (refuse_gptq, {"w4", "w8", "w4c8", "w4s8", "w8s8"}),
+        (refuse_awq, {"w4", "w4c8", "w4s8"}),
         (refuse_fp8_block, {"fp8_block"}),
-        (refuse_paddle, {"w8", "a8w8", "a8w8c8", "fp8_tensor", "c8"}),
+        (refuse_paddle, {"w8", "a8w8", "a8w8c8", "fp8_tensor", "c8", "w8s8"}),
     ],
 )
 def test_schemes_that_a_target_cannot_express_are_refused(refuse, accepted):

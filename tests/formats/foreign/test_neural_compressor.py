@@ -1,7 +1,5 @@
 """What neural-compressor's `huggingface` format has other than GPTQ, worked out by hand."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

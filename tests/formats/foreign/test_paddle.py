@@ -1,7 +1,5 @@
 """PaddleNLP's tables, read: numbers worked out by hand, and everything that does not fit."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 

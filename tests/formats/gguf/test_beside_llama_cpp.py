@@ -4,8 +4,6 @@ llama.cpp rounds the inputs of quantized layers to int8. Its logits are those of
 of the file whose matrices the package `gguf` has made floats of, and nearly on the file itself.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import random

@@ -1,7 +1,5 @@
 """Blocks are those of ggml: unpacked they are what the package `gguf` dequantizes, bit for bit."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
 import pytest

@@ -5,8 +5,6 @@ That llama.cpp gives these files the logits of the engine was measured when this
 lies otherwise there than here is tested against its definition.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import closing
@@ -26,11 +24,13 @@ from formats.gguf.tokenizer import RULES, cuts_by
 from formats.gguf.unpack import unpack
 from inference import predict
 from inference.bench import command as bench
+from inference.bench import requests
 from inference.engine import Engine
 from ptq.commands import convert as command
 from ptq.convert.convert import convert, describe
 from ptq.recipe.reading import load_recipe
 from tests.conftest import write_quantized
+from tests.inference.conftest import EngineHere
 from tests.inference.parallel.thread_ranks import thread_engine
 from tests.tiny_families import TINY
 
@@ -277,6 +277,7 @@ def test_commands_take_the_file_itself(llama_file, tmp_path, monkeypatch, capsys
     words = ["--prompt", "def", "--max-tokens", "4", "--quiet"]
     assert predict.main([str(llama_file), *words]) == 0
     assert "Reading" not in capsys.readouterr().err
+    monkeypatch.setattr(requests, "EngineProcess", EngineHere)
     given = [str(llama_file), "--batch", "1", "--prompt", "4", "--new", "2"]
     assert bench.main([*given, "--repeats", "1", "--against", str(llama_file)]) == 0
     assert "decode at " in capsys.readouterr().out

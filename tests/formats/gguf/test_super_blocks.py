@@ -1,7 +1,5 @@
 """Q4_K from the solver to a .gguf file: what `gguf` dequantizes there are the weights solved here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf
@@ -22,10 +20,10 @@ from ptq.methods.common.rounding import round_weight
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.hqq import HQQSpec
 from ptq.methods.refine import RefineSpec
+from ptq.methods.registry import method_fault
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.two_sided import TwoSidedSpec
 from ptq.pipeline.driver import quantize_tokens
-from ptq.recipe.method_list import method_fault
 from tests.formats.gguf.test_gguf import ids
 from tests.ptq.quantizing import make_plan, random_tokens
 

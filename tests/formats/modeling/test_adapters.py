@@ -1,7 +1,5 @@
 """Classes that compute attention in their modules give the same logits through the interface."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Baichuan 1 and 2 of 7B are read as the Llama that they are."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -14,7 +12,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from inference.engine import Engine
 from ptq.pipeline.driver import quantize_tokens
-from tests.families import METHODS, distance
+from tests.families import METHODS, but_one_in_ci, distance
 from tests.ptq.quantizing import make_plan, random_tokens
 from tests.published import as_baichuan, check_published
 
@@ -50,7 +48,7 @@ def test_tensors_are_those_of_the_native_class(native, first):
     assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in theirs.names())
 
 
-@pytest.mark.parametrize("preset", ["a8w8c8", "fp8_channel"])
+@pytest.mark.parametrize("preset", but_one_in_ci("a8w8c8", ["a8w8c8", "fp8_channel"]))
 def test_the_first_is_a_llama(native, first, tmp_path, preset):
     written = check_published(first, native, tmp_path, preset)
     config = json.loads((written / "config.json").read_text())

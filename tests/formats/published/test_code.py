@@ -1,13 +1,11 @@
 """Code of a model or a tokenizer: where it is not needed, and where it is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
 from formats.errors import CheckpointError
-from formats.published.known import needs_code
+from formats.published.layouts import needs_code
 from formats.published.tokenizers import native_settings
 from formats.tokenizer import load_tokenizer
 from tests.conftest import write_tokenizer

@@ -1,7 +1,5 @@
 """Tensors with other names, or transposed, than in the native class."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +12,7 @@ from transformers import AutoModel
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
-from formats.published.known import TURNED
+from formats.published.layouts import TURNED
 from inference.engine import Engine
 from ptq.convert.convert import convert
 from ptq.methods.rtn import RTNSpec

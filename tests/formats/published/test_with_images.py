@@ -1,7 +1,5 @@
 """The text of a model of text and images, as transformers saves both."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -171,7 +169,7 @@ def test_qwen_as_it_is_published(tmp_path, preset):
 def test_what_gemma_leaves_out_is_what_its_class_has(tmp_path):
     from transformers import Gemma3TextConfig
 
-    from formats.published.with_images import GEMMA3
+    from formats.published.layouts import GEMMA3
 
     known = Gemma3TextConfig().to_dict()
     assert {key: known[key] for key in GEMMA3} == GEMMA3

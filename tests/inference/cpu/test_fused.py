@@ -1,7 +1,5 @@
 """The whole decoder in one call gives the bits of its ops called one by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoTokenizer

@@ -4,8 +4,6 @@ The kernels are compiled with PTQ_DELAYS (`csrc/delays.h`): each thread sleeps a
 may meet others. What was built is kept in the cache: it is built again where a source has changed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 

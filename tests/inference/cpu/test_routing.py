@@ -1,7 +1,5 @@
 """Routing gives the experts and weights that transformers' routers give."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DeepseekV2Config, DeepseekV3Config

@@ -1,7 +1,5 @@
 """Layers in NVFP4, MXFP4 and MXFP8 on a CPU: products are those of the weights they stand for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Adapters in the GPU's engine without a GPU: its kernels interpreted, its loop as it is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

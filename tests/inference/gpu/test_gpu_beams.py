@@ -1,7 +1,5 @@
 """Beams in the GPU's loop, with kernels that only check what they are given."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

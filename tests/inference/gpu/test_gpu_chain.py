@@ -1,7 +1,5 @@
 """Networks that draft on a GPU, interpreted: they draft what they draft on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """transformers' own code on the GPU's engine without a GPU: its kernels interpreted."""
 
-from __future__ import annotations
-
 import pytest
 
 from formats.errors import CheckpointError

@@ -1,7 +1,5 @@
 """A quantized head that is the embedding, too, by the GPU's kernels, interpreted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """How experts come onto a GPU, with the CPU in its place: by few calls, in little memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ A token follows from the ids that lie in the cache where a sequence's table says
 written, read, kept or told in a wrong place or order changes what comes after it.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 from types import SimpleNamespace

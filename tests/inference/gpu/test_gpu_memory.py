@@ -1,7 +1,5 @@
 """Memory that runs out is told with what is needed, what is there and what to change."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixtures of experts on the GPU's kernels, interpreted: all experts as one, without the host."""
 
-from __future__ import annotations
-
 import logging
 import re
 

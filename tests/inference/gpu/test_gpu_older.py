@@ -1,7 +1,5 @@
 """Biases by distance reach the GPU's kernels, which are interpreted here."""
 
-from __future__ import annotations
-
 from tests.inference.gpu.test_gpu import engine_of, prompt
 from tests.kernels.triton_lab import interpreted
 from tests.older_families import write_older

@@ -4,8 +4,6 @@ Sizes are those of SmolLM2 (576, 960), Qwen2 (896), gpt-oss (2,880), DeepSeek-V2
 of heads of 20 to 256 numbers; rows and columns of filling are no input's or output's business.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tensors of padded steps: every token stands where it does in the step as it is."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

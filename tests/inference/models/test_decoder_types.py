@@ -1,7 +1,5 @@
 """Float weights are kept in the type of the checkpoint, and give the numbers of their fp32 copies."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

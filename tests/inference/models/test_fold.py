@@ -1,7 +1,5 @@
 """What is folded into tensors at load: channels of heads in another order, with all that is theirs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """How much more than the packed model is held while it is loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

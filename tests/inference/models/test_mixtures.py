@@ -1,7 +1,5 @@
 """Mixtures of experts run as transformers runs them, quantized as their numbers say, in any batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """The decoder computes what transformers computes, and quantized what its integers say."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

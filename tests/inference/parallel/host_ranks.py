@@ -1,8 +1,6 @@
 """Ranks on one GPU, or on CPUs in place of GPUs: their collectives go through the host, so that
 nothing of a step can be captured."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -1,8 +1,6 @@
 """An engine on several GPUs without one: its kernels interpreted, its ranks as processes that meet
 through the host."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,27 +11,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
+from transformers import AutoTokenizer
+
+from formats.checkpoint.read import Checkpoint
+from inference.config import EngineConfig
+from inference.engine import Engine
+from inference.gpu.backend import TritonBackend
+from inference.parallel.backend import FirstBackend
+from inference.parallel.gpu import device_store
+from inference.parallel.group import Progress
+from inference.parallel.loader import join
+from inference.requests.request import SamplingParams
 from tests.adapters import write_adapter
 from tests.inference.gpu.test_gpu import checkpoint_of, prompt
+from tests.inference.parallel.host_ranks import host_side
 from tests.kernels.triton_lab import interpreted
 
 
 def triton_backend(rank):
     """Of any rank."""
-    from inference.gpu.backend import TritonBackend
-
     return TritonBackend(torch.device("cpu"), torch.float16)
 
 
 def engine_on(path, ranks):
-    from transformers import AutoTokenizer
-
-    from formats.checkpoint.read import Checkpoint
-    from inference.config import EngineConfig
-    from inference.engine import Engine
-    from inference.parallel.backend import FirstBackend
-    from tests.inference.parallel.host_ranks import host_side
-
     checkpoint = Checkpoint.open(path)
     config = EngineConfig(tensor_parallel=ranks, max_model_len=192, max_batch_size=4)
     backend = triton_backend(0)
@@ -45,10 +46,6 @@ def engine_on(path, ranks):
 
 def test_what_nccl_reads_outlives_the_engines_folder(tmp_path):
     """Its monitor, without which the group does not end, waits for a file that is gone."""
-    from inference.parallel.gpu import device_store
-    from inference.parallel.group import Progress
-    from inference.parallel.loader import join
-
     folder = tmp_path / "met"
     folder.mkdir()
 
@@ -76,15 +73,10 @@ ODD = {"hidden_size": 320, "head_dim": 32, "num_attention_heads": 2, "num_key_va
 
 @pytest.mark.ci
 @pytest.mark.parametrize("sizes", [{"head_dim": 64}, ODD | {"intermediate_size": 160}])
+@interpreted
 def test_two_ranks_give_what_one_gives(sizes, tmp_path):
     """Bit for bit; no part of the second is as wide as the integer kernel wants it."""
-    compare(checkpoint_of(tmp_path, "a8w8c8", **sizes))
-
-
-@interpreted
-def compare(path):
-    from inference.requests.request import SamplingParams
-
+    path = checkpoint_of(tmp_path, "a8w8c8", **sizes)
     params, found = SamplingParams(max_tokens=3, ignore_eos=True), {}
     for ranks in (1, 2):
         engine = engine_on(path, ranks)
@@ -110,8 +102,6 @@ def test_adapters(preset, head_dim, tmp_path):
 
 @interpreted
 def compare_adapted(path, adapters):
-    from inference.requests.request import SamplingParams
-
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     each, found = [params.model_copy(update={"adapter": a}) for a in (None, "all", "few")], {}
     for ranks in (1, 2):

@@ -1,7 +1,5 @@
 """Ranks start, fail, stop and end, and none is left: processes, those of torchrun, and doubles."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Adapters on several ranks: each request's logits are those of one process with the same adapters."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An engine on several ranks gives what it gives on one: ranks here are threads, which is cheap."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest
@@ -14,6 +12,7 @@ from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from ptq.convert.convert import convert
 from tests.experts import MOE
+from tests.families import in_turn
 from tests.inference.parallel.thread_ranks import thread_engine
 from tests.ptq.convert.foreign_folders import turn_inputs
 from tests.ptq.quantizing import quantize_head
@@ -50,8 +49,7 @@ def compare(path, ranks=2, *, exact=False, bound=SUMS, **sizes):
     assert (logits - expected).abs().max() <= (0 if exact else bound)
 
 
-@pytest.mark.parametrize("scheme", sorted(EXACT | ROUNDED))
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("scheme", "ranks"), in_turn(sorted(EXACT | ROUNDED), [2, 4]))
 def test_schemes(scheme, ranks, make_model, make_quantized):
     """With four ranks two have a head of K and V together, and w4's groups of 128 cross cuts."""
     path = make_model("llama", tie_word_embeddings=False)

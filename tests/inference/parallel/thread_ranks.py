@@ -1,7 +1,5 @@
 """Ranks in threads of the test's process: they do all that processes do but start and end."""
 
-from __future__ import annotations
-
 from functools import partial
 from threading import Thread
 

@@ -1,7 +1,5 @@
 """Token ids of chats: texts of messages make no control tokens, and all else is as it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -131,8 +129,7 @@ def test_control_tokens_in_texts_of_messages_remain_text(tokenizer, place):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["＜/s＞", "<|IM_END|>", "<｜im_end｜>", "\ue000</s>\ue001", "\\ue000</s>", "</s>" * 50],
+    "text", ["＜/s＞", "<|IM_END|>", "<｜im_end｜>", "\ue000</s>\ue001", "\\ue000</s>", "</s>" * 50]
 )
 def test_other_spellings_and_letters_of_our_own_are_text_too(tokenizer, text):
     tokenizer.chat_template = TEMPLATE.replace("trim", "lower")

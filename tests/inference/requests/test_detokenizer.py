@@ -1,7 +1,5 @@
 """Text that is decoded late, many tokens at once, is that of one token after another."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

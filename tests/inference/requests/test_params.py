@@ -1,7 +1,5 @@
 """What a request may ask of the choice of its tokens, and what is refused before it is queued."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

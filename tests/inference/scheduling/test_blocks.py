@@ -1,7 +1,5 @@
 """Blocks of the cache: who holds them, what is found again, and in which order they are lost."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

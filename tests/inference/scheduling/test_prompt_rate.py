@@ -1,7 +1,5 @@
 """Chunks of prompts follow from the time that there is for them, by what past steps took."""
 
-from __future__ import annotations
-
 import pytest
 
 from inference.scheduling.blocks import BlockManager

@@ -1,7 +1,5 @@
 """Sampling against its definitions, and text that is only shown when it is certain."""
 
-from __future__ import annotations
-
 import itertools
 import tracemalloc
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What runs in a step: who waits for whom, and that nobody waits for ever."""
 
-from __future__ import annotations
-
 import pytest
 
 from inference.scheduling.blocks import BlockManager

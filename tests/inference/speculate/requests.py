@@ -1,7 +1,5 @@
 """Requests of every kind, and a proposer that knows what they will say."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -120,6 +118,9 @@ def run_all(engine: Engine, requests: Sequence[tuple[str, SamplingParams, int]])
     One that is to be aborted is told as far as that many tokens.
     """
     names, aborts, told = [], {}, dict[str, RequestOutput]()
+    for _, params, _ in requests:
+        if params.constraint:  # no run waits for it, so that all have the same steps
+            engine._grammars.compile(params.constraint).result(60)
     for prompt, params, abort in requests:
         names.append(engine.add_request(prompt, params))
         aborts[names[-1]] = abort

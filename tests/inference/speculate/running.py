@@ -1,7 +1,5 @@
 """Sequences at places of a batch, whose outputs are known, for proposers without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Drafts beside what else an engine does: windows, mixtures, beams, memory that runs out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Speculation: no token, log probability, text or reason changes, whatever is drafted."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A step tells, request by request, how many drafts there were and how many of them came."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import takewhile
 

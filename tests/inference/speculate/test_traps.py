@@ -1,7 +1,5 @@
 """What other systems got wrong with drafts: each trap, with drafts that lead into it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 
@@ -172,11 +170,7 @@ def test_no_draft_stands_behind_the_last_position(tiny_llama, kind, length):
 
 @pytest.mark.parametrize(
     "values",
-    [
-        {},
-        {"temperature": 1.0, "seed": 3, "logprobs": 1},
-        {"ignore_eos": True, "min_tokens": 60},
-    ],
+    [{}, {"temperature": 1.0, "seed": 3, "logprobs": 1}, {"ignore_eos": True, "min_tokens": 60}],
 )
 def test_drafts_behind_a_complete_json_are_not_taken(tiny_llama, values):
     runner = engine(tiny_llama)

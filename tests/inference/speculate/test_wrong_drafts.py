@@ -1,7 +1,5 @@
 """Drafts that are not what comes: nothing of them is taken, counted, found again or passed on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compiling what strangers write: bounds, crashes, what is kept, and tokenizers of every kind."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Outputs under constraints: what they are, what ends them, and that nobody else notices."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -57,10 +55,7 @@ SCHEMAS: list[tuple[Any, Callable[[Any], bool]]] = [
     ({"type": "number", "minimum": 1, "exclusiveMaximum": 4}, lambda x: 1 <= x < 4),
     ({"type": "string", "maxLength": 6}, text_of(0, 6)),
     ({"type": "string", "minLength": 3, "maxLength": 5}, text_of(3, 5)),
-    (
-        {"type": "string", "pattern": "^[A-Z]{2}-\\d{3}$"},
-        lambda x: re.fullmatch("[A-Z]{2}-[0-9]{3}", x),
-    ),
+    ({"type": "string", "pattern": "^[A-Z]{2}-\\d{3}$"}, lambda x: re.fullmatch("[A-Z]{2}-[0-9]{3}", x)),
     ({"type": "string", "format": "date"}, lambda x: re.fullmatch(r"\d{4}-\d\d-\d\d", x)),
     ({"enum": ["red", 'a "b"\n', 3, None, [1, {"é": 2}]]}, lambda x: x != "blue"),
     ({"const": {"a": [1.5, "\\"]}}, lambda x: x == {"a": [1.5, "\\"]}),
@@ -73,31 +68,19 @@ SCHEMAS: list[tuple[Any, Callable[[Any], bool]]] = [
         lambda x: len(x) <= 2 and (len(x) < 1 or x[0] is None),
     ),
     (closed(a={"type": "boolean"}, b={"type": "null"}), lambda x: list(x) == ["a", "b"]),
-    (
-        closed(False, a={"type": "boolean"}, b={"type": "null"}),
-        lambda x: set(x) <= {"a", "b"},
-    ),
+    (closed(False, a={"type": "boolean"}, b={"type": "null"}), lambda x: set(x) <= {"a", "b"}),
     (
         closed(name={"type": "string", "maxLength": 8}, age={"type": "integer", "maximum": 9, "minimum": 0}),
         lambda x: len(x["name"]) <= 8 and 0 <= x["age"] <= 9,
     ),
-    (
-        closed(inner=closed(deep=closed(x={"type": "null"}))),
-        lambda x: x == {"inner": {"deep": {"x": None}}},
-    ),
-    (
-        {"anyOf": [{"type": "boolean"}, closed(k={"const": 1})]},
-        lambda x: isinstance(x, bool) or x == {"k": 1},
-    ),
+    (closed(inner=closed(deep=closed(x={"type": "null"}))), lambda x: x == {"inner": {"deep": {"x": None}}}),
+    ({"anyOf": [{"type": "boolean"}, closed(k={"const": 1})]}, lambda x: isinstance(x, bool) or x == {"k": 1}),
     ({"type": ["null", "integer"], "minimum": 10, "maximum": 12}, lambda x: x in (None, 10, 11, 12)),
     (
         closed(a={"anyOf": [{"const": 1}, {"type": "null"}]}, b={"$ref": "#/properties/a/anyOf/0"}),
         lambda x: x["a"] in (None, 1) and x["b"] == 1,
     ),
-    (
-        closed(a={"$ref": "#/$defs/x~1y%20z"}) | {"$defs": {"x/y z": {"const": "é"}}},
-        lambda x: x == {"a": "é"},
-    ),
+    (closed(a={"$ref": "#/$defs/x~1y%20z"}) | {"$defs": {"x/y z": {"const": "é"}}}, lambda x: x == {"a": "é"}),
     (
         {"type": "array", "minItems": 6, "maxItems": 6, "items": {"const": 3, "nullable": True}},
         lambda x: len(x) == 6 and {*x} <= {3, None},
@@ -236,7 +219,6 @@ def test_preemption_changes_nothing(runner, blanks, tiny_llama):
     few = Engine.from_pretrained(
         tiny_llama, config=EngineConfig(max_model_len=256, kv_blocks=5, max_batch_size=3)
     )
-    few._grammars = runner._grammars  # one process compiles for both
     outputs = few.generate(prompts, asked)
     assert few.stats().preemptions > 0
     wanted = runner.generate(prompts, asked)
@@ -259,7 +241,7 @@ def test_what_cannot_be_compiled_is_refused_and_others_go_on(runner):
 
 
 def test_a_request_that_leaves_while_its_constraint_is_compiled(runner):
-    name = runner.add_request("x", params(Constraint.regex("[a-z]{7}")))
+    name = runner.add_request("x", params(Constraint.regex("[p-z]{7}")))
     assert runner.abort(name).finish_reason == "abort"
     assert not runner.has_unfinished
     runner.check_integrity()

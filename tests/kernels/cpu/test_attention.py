@@ -1,7 +1,5 @@
 """Paged attention against fp64, and its promise: one query, one result, in any batch."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

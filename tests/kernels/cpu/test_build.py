@@ -1,7 +1,5 @@
 """The compiled kernels: built once, found again, and done without where there is no compiler."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

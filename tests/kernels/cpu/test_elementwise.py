@@ -1,7 +1,5 @@
 """Row-wise ops against fp64, and rows that keep their bits wherever they lie."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -24,11 +22,7 @@ def test_rms_norm(size, dtype):
     assert all(torch.equal(rms_norm(x[i : i + 1], weight, 1e-5)[0], got[i]) for i in range(40))
 
 
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 @pytest.mark.usefixtures("backend")

@@ -1,7 +1,5 @@
 """Low-rank adapters of linear layers: the compiled kernels against plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

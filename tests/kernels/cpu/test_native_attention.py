@@ -5,8 +5,6 @@ decode step, in a prefill and in any chunk of one, for any number of threads: co
 over several of the spans of 256 positions that threads share.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -25,13 +23,6 @@ from tests.kernels.cpu.test_attention import (
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 ALL_KINDS = (*KINDS, "fp8 per_token", "bf16")
-
-
-@pytest.fixture(params=native.supported())
-def isa(request):
-    """Runs a test on one instruction set."""
-    with native.forced(request.param):
-        yield request.param
 
 
 def cache_of(lengths, heads, dim, kind, seed=0):

@@ -1,7 +1,5 @@
 """Compiled row-wise ops: quantization bit for bit, the others near fp64, rows that stay."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -14,13 +12,6 @@ from kernels.numerics import FP8, fake_quantize_activations
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 COLUMNS = (1, 3, 7, 33, 61, 96, 288, 1025, 4544)
-
-
-@pytest.fixture(params=native.supported())
-def isa(request):
-    """Runs a test on one instruction set."""
-    with native.forced(request.param):
-        yield request.param
 
 
 def values(rows: int, columns: int) -> torch.Tensor:
@@ -111,11 +102,7 @@ def test_rms_norm(isa, size, dtype, with_threads):
         assert torch.equal(native_ops.rms_norm(rows[i : i + 1], weight, 1e-5)[0], norms[i])
 
 
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

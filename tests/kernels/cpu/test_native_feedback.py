@@ -1,7 +1,5 @@
 """Rounding with feedback: compiled as plain torch has it, and plain torch as the definition."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest
@@ -12,13 +10,6 @@ from kernels.feedback import Grid, Rounding, move_all, round_all
 from kernels.numerics import FP4, FP8, INT4, INT8, quantize
 
 KINDS = {"int4": INT4, "int8": INT8, "fp8": FP8, "fp4": FP4}
-
-
-@pytest.fixture(params=native.supported())
-def isa(request):
-    """Runs a test on one instruction set."""
-    with native.forced(request.param):
-        yield request.param
 
 
 @contextmanager

@@ -4,8 +4,6 @@ A weight that is decoded wrongly cannot hide in a sum: rows of the identity give
 Sums are held to what rounding allows at most, and rows to have the same bits in any call.
 """
 
-from __future__ import annotations
-
 from ctypes import byref
 from typing import NamedTuple
 
@@ -38,13 +36,6 @@ KINDS = [
     *[Kind("int4", 128, True), Kind("int4", None, True), Kind("int4", 33, True)],
     *[Kind("int8", 32, True, True), Kind("int4", 32, True, True), Kind("int4", 33, True, True)],
 ]
-
-
-@pytest.fixture(params=native.supported())
-def isa(request):
-    """Runs a test on one instruction set."""
-    with native.forced(request.param):
-        yield request.param
 
 
 class Weight(NamedTuple):

@@ -4,8 +4,6 @@ Scales are powers of two wherever results are compared bit for bit with groups: 
 groups are exact, and any order of adding them gives the same.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -4,8 +4,6 @@ Bytes and scales are those of the twin; a query's row has the same bits in a dec
 prefill and in any chunk of one, as in caches of other types.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -20,13 +18,6 @@ from kernels.packed_cache import turned
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 KINDS = ("static", "by channel", "dynamic", "k8v4 static", "k8v4 dynamic")
 BLOCKS, TOKENS = 11, 600
-
-
-@pytest.fixture(params=native.supported())
-def isa(request):
-    """Runs a test on one instruction set."""
-    with native.forced(request.param):
-        yield request.param
 
 
 def empty_pool(kind: str, heads: int, dim: int) -> KVPool:

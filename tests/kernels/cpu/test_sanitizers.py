@@ -6,8 +6,6 @@ for the other, ends it. What was built is kept in the cache: it is built again w
 flag has changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """K and V of sink tokens: kept in float beside every kind of quantized cache, alike in all kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -104,10 +102,7 @@ def test_chunks_and_steps_have_the_bits_of_a_whole_prompt(kind: str) -> None:
     for begin, end in ((0, 1), (1, 2), (2, 65), (65, 70)):
         part = slice(begin, end)
         native_attention.write_kv(k[part], v[part], cut, slots[part], positions[part])
-        own = replace(
-            inputs_of(cut, (end,)),
-            query_start=torch.tensor([0, end - begin]),
-        )
+        own = replace(inputs_of(cut, (end,)), query_start=torch.tensor([0, end - begin]))
         assert torch.equal(native_attention.paged_attention(q[part], own), want[part])
 
 

@@ -1,7 +1,5 @@
 """Sums over ranks: ranks are processes that share memory, kernels are interpreted or compiled."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from multiprocessing import get_context
@@ -9,6 +7,11 @@ from multiprocessing import get_context
 import pytest
 import torch
 
+from kernels.triton import fused
+from kernels.triton.collective import reference
+from kernels.triton.collective.all_reduce import AllReduce
+from kernels.triton.collective.choice import choose, most_rows_of
+from kernels.triton.collective.scaling import Scaling
 from tests.kernels import triton_lab
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
@@ -31,8 +34,6 @@ def parts_of(ranks: int, calls: int, integers: bool) -> list[list[torch.Tensor]]
 
 
 def make_scaling(per_row: bool = False):
-    from kernels.triton.collective.scaling import Scaling
-
     x_scale = torch.tensor([[0.02], [0.005], [0.01]]) if per_row else torch.tensor([0.01])
     return Scaling(x_scale, random(HIDDEN).float().abs(), random(1, HIDDEN)[0].float())
 
@@ -74,9 +75,6 @@ def as_lists(*tensors: torch.Tensor | None) -> list:
 @interpreted
 def test_ranks_get_the_bits_of_the_twin(ranks, way, integers):
     """Three calls, one on the residual of another, rows of other numbers between them."""
-    from kernels.triton.collective import reference
-    from kernels.triton.collective.all_reduce import AllReduce
-
     parts, weight = parts_of(ranks, 3, integers), random(HIDDEN)
     residual = random(len(parts[0][0]), HIDDEN)
     scaling, static = make_scaling() if integers else None, torch.tensor([0.02])
@@ -114,9 +112,6 @@ def test_ranks_get_the_bits_of_the_twin(ranks, way, integers):
 @interpreted
 def test_sums_alone_and_other_rows(way):
     """Rows in floats, runs of 128, sums of integers with scales of rows, rows that are the sum."""
-    from kernels.triton.collective import reference
-    from kernels.triton.collective.all_reduce import AllReduce
-
     integers, floats = parts_of(2, 1, True)[0], parts_of(2, 1, False)[0]
     scaling, weight = make_scaling(per_row=True), random(HIDDEN)
     reduces = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)
@@ -148,9 +143,6 @@ def test_sums_alone_and_other_rows(way):
 @interpreted
 def test_more_integers_than_there_is_room_for_go_piece_by_piece(static):
     """Ranks of one process have no library: nothing else could sum them."""
-    from kernels.triton.collective import reference
-    from kernels.triton.collective.all_reduce import AllReduce
-
     generator, rows = torch.Generator().manual_seed(3), 11
     parts = torch.randint(-3000, 3000, (2, rows, HIDDEN), generator=generator, dtype=torch.int32)
     scaling, residual = make_scaling(), random(rows, HIDDEN)
@@ -174,8 +166,6 @@ def test_more_integers_than_there_is_room_for_go_piece_by_piece(static):
 @interpreted
 def test_a_sum_that_is_a_residual_alone_stays_where_it_is_summed():
     """The call that takes it goes the same way, whatever the table says."""
-    from kernels.triton.collective.all_reduce import AllReduce
-
     parts, weight = parts_of(2, 3, False), random(HIDDEN)
     reduces = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)
 
@@ -203,8 +193,6 @@ def test_a_sum_that_is_a_residual_alone_stays_where_it_is_summed():
 @pytest.mark.parametrize("way", ["one_shot", "two_shot"])
 @interpreted
 def test_a_rank_that_does_not_come_is_named(way):
-    from kernels.triton.collective.all_reduce import AllReduce
-
     reduces = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)
     reduces[0].way, reduces[0].patience = way, 1e-4
     reduces[0].check()
@@ -217,8 +205,6 @@ def test_a_rank_that_does_not_come_is_named(way):
 
 @interpreted
 def test_results_that_do_not_come_are_named():
-    from kernels.triton.collective.all_reduce import AllReduce
-
     reduce = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)[1]
     reduce.way, reduce.patience = "two_shot", 1e-4
     reduce.sum(random(1, HIDDEN))  # of the other rank
@@ -231,8 +217,6 @@ def test_results_that_do_not_come_are_named():
 
 @interpreted
 def test_a_rank_that_is_told_to_give_up_waits_no_longer():
-    from kernels.triton.collective.all_reduce import AllReduce
-
     reduce = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)[0]
     reduce.way, reduce.patience = "one_shot", 1000.0
     reduce.give_up()
@@ -245,8 +229,6 @@ def test_a_rank_that_is_told_to_give_up_waits_no_longer():
 @compiled
 def test_no_warp_counts_an_exchange_before_all_have_read_its_number(way):
     """Each warp reads it: between that and the store of the next there is a barrier."""
-    from kernels.triton.collective.all_reduce import AllReduce
-
     x = torch.zeros(4, 4096).bfloat16()
     reduce = AllReduce.of_one_process(2, torch.device("cpu"), 4, 4096, x.dtype)[0]
     reduce.way = way
@@ -272,9 +254,6 @@ def counted(ptx: str) -> list[str]:
 
 @interpreted
 def test_what_does_not_fit_is_refused():
-    from kernels.triton.collective.all_reduce import AllReduce
-    from kernels.triton.collective.choice import choose, most_rows_of
-
     device = torch.device("cpu")
     reduce = AllReduce.of_one_process(2, device, 8, HIDDEN, FP16)[0]
     x, scaling = random(2, HIDDEN), make_scaling(per_row=True)
@@ -315,9 +294,6 @@ def reductions(ttgir: str) -> list[str]:
 @compiled
 def test_rows_are_summed_in_the_order_of_one_gpu(hidden, monkeypatch):
     """A sum of squares has the same bits where threads hold the same elements of a row."""
-    from kernels.triton import fused
-    from kernels.triton.collective.all_reduce import AllReduce
-
     orders, binary = [], triton_lab._binary
     keep = lambda kernel: (orders.append(reductions(kernel.asm["ttgir"])), binary(kernel))[1]  # noqa: E731
     monkeypatch.setattr(triton_lab, "_binary", keep)
@@ -344,8 +320,6 @@ def test_rows_are_summed_in_the_order_of_one_gpu(hidden, monkeypatch):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.every_triton), 8])
 @compiled
 def test_words_go_by_16_bytes_and_nothing_is_spilled(ranks, integers):
-    from kernels.triton.collective.all_reduce import AllReduce
-
     for hidden in (4096, 8192):
         x, one = torch.zeros(4, hidden).bfloat16(), torch.ones(1)
         reduce = AllReduce.of_one_process(ranks, torch.device("cpu"), 4, hidden, x.dtype)[0]

@@ -3,20 +3,17 @@
 The interpreter has no assembly and takes plain operations; this shows that both compute the same.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from kernels.triton.linear import operands
+from kernels.triton.linear import w4a8_operands as w4a8
 from tests.kernels.triton_lab import compiled, interpreted
-
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
-operands = pytest.importorskip("kernels.triton.linear.operands")
-w4a8 = pytest.importorskip("kernels.triton.linear.w4a8_operands")
 
 MASK = 0xFFFFFFFF
 HALF = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}

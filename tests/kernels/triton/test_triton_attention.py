@@ -1,7 +1,5 @@
 """Attention, rotation and cache write in Triton's interpreter against their twins."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

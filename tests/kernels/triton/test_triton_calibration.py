@@ -1,22 +1,25 @@
 """Kernels of calibration and of solving in Triton's interpreter, against plain torch."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 
+from calibrate.tensor_statistics import Accumulator
+from formats.scheme import WeightSpec
+from kernels.numerics import INT4, TYPES
+from kernels.triton.calibration import magnitudes
+from kernels.triton.calibration.columns import descent_block, gptq_block
+from kernels.triton.calibration.group_errors import group_errors, takes
+from kernels.triton.calibration.magnitudes import Magnitudes
+from ptq.methods.common.fitting import descent_columns
+from ptq.methods.common.rounding import _output_errors, _rounding_error, choose_qparams
+from ptq.methods.gptq import gptq_columns
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 
 @interpreted
 def test_blocks_of_columns_are_solved_as_on_the_cpu():
-    from kernels.numerics import TYPES
-    from kernels.triton.calibration.columns import descent_block, gptq_block
-    from ptq.methods.common.fitting import descent_columns
-    from ptq.methods.gptq import gptq_columns
-
     torch.manual_seed(0)
     for (name, kind), zeros in itertools.product(TYPES.items(), (False, True)):
         if zeros and kind.storage.is_floating_point:
@@ -41,11 +44,6 @@ def test_blocks_of_columns_are_solved_as_on_the_cpu():
 
 @interpreted
 def test_errors_of_groups_are_those_of_plain_torch():
-    from formats.scheme import WeightSpec
-    from kernels.numerics import TYPES
-    from kernels.triton.calibration.group_errors import group_errors, takes
-    from ptq.methods.common.rounding import _output_errors, _rounding_error, choose_qparams
-
     torch.manual_seed(0)
     weight, x = torch.randn(40, 64), torch.randn(99, 64)
     moments = x.T @ x
@@ -64,9 +62,6 @@ def test_errors_of_groups_are_those_of_plain_torch():
 
 @interpreted
 def test_magnitudes_are_those_that_the_cpu_sees():
-    from calibrate.tensor_statistics import Accumulator
-    from kernels.triton.calibration import magnitudes
-
     torch.manual_seed(0)
     magnitudes.SAMPLES, magnitudes.MOST = 2, 9000  # room is made, and counts are put by, on the way
     heads = torch.randn(3, 2, 300, 20).bfloat16().transpose(1, 2)  # [samples, T, H, D], as K lies
@@ -96,11 +91,6 @@ def test_magnitudes_are_those_that_the_cpu_sees():
 @pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.every_triton)])
 @compiled
 def test_they_compile_without_spills(capability):
-    from kernels.numerics import INT4
-    from kernels.triton.calibration.columns import descent_block, gptq_block
-    from kernels.triton.calibration.group_errors import group_errors
-    from kernels.triton.calibration.magnitudes import Magnitudes
-
     block, square = torch.zeros(128, 256), torch.zeros(128, 128)
     weight, scale = torch.zeros(256, 512), torch.ones(256, 4)
     seen = Magnitudes(1, 512, torch.device("cpu"), histogram=True)

@@ -1,12 +1,30 @@
 """What GPU kernels become for sm_80, sm_89 and sm_90: tensor cores where meant, nothing spilled."""
 
-from __future__ import annotations
-
 import math
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.triton import common, tuning
+from kernels.triton.attention.decode import decode_attention
+from kernels.triton.attention.paged_cache import check_fp8
+from kernels.triton.attention.prefill import prefill_attention
+from kernels.triton.attention.projection_norm import norm_projections
+from kernels.triton.attention.rope_cache import rope_write
+from kernels.triton.common import Workspace
+from kernels.triton.fused import add_rms_norm, gated_product, quantize_rows
+from kernels.triton.linear import w4a8, w8a8, weight_only
+from kernels.triton.linear.fp8_block import pack_fp8_block
+from kernels.triton.linear.w4a8 import pack_w4a8
+from kernels.triton.linear.w4a16 import pack_w4a16
+from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.linear.w8a16 import pack_w8a16
+from kernels.triton.linear.w16a16 import DenseWeight
+from kernels.triton.sampling.softcap import softcap_logits
+from kernels.triton.tuning import KVSplit, PrefillTile, Tile, prefill_rule
 from tests.kernels.triton_lab import building_for, compiled
 
 EVERY = pytest.mark.every_triton
@@ -25,12 +43,6 @@ def expected(capability: int, kind: str) -> str:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @compiled
 def test_linear_layers(capability):
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.linear.w8a8 import pack_w8a8
-    from kernels.triton.tuning import Tile
-
     workspace = Workspace.on("cpu", 1 << 20, 64)
     q, scale = torch.zeros(256, 1024, dtype=torch.int8), torch.ones(256, 8)
     x, one = torch.zeros(16, 1024, dtype=torch.int8), torch.ones(1)
@@ -73,9 +85,6 @@ def test_linear_layers(capability):
 @compiled
 def test_weights_of_16_bits(capability):
     """Tiles of the rule, which fit; loads of several run ahead, by TMA where there is one."""
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.w16a16 import DenseWeight
-
     hopper, workspace = capability == 90, Workspace.on("cpu", 1 << 20, 64)
     values = torch.zeros(512, 4096).bfloat16()
     weight = DenseWeight(values, values[:, 0].contiguous())
@@ -99,16 +108,6 @@ def test_weights_of_16_bits(capability):
 @compiled
 def test_tiles_of_the_rule_fit_where_shared_memory_is_small(capability, processors, rows):
     """As on Ada, Ampere but A100, and small Blackwells: many and few outputs, by the rule."""
-    from unittest.mock import patch
-
-    from kernels.triton import common, tuning
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear import w4a8, w8a8, weight_only
-    from kernels.triton.linear.fp8_block import pack_fp8_block
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.linear.w8a8 import pack_w8a8
-    from kernels.triton.linear.w8a16 import pack_w8a16
-    from kernels.triton.linear.w16a16 import DenseWeight
 
     q, ones = torch.zeros(512, 4096, dtype=torch.int8), torch.ones(512, 1)
     w16 = DenseWeight(q.bfloat16(), None)
@@ -147,10 +146,6 @@ def test_tiles_of_the_rule_fit_where_shared_memory_is_small(capability, processo
 @compiled
 def test_weights_go_to_the_tensor_cores_through_registers():
     """No conversion of a 4-bit weight by shared memory: nothing is stored there but by loads."""
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.tuning import Tile
-
     q, scale = torch.zeros(256, 1024, dtype=torch.int8), torch.ones(256, 8)
     x, tile = torch.zeros(16, 1024).half(), Tile(128, 16, 1, 5)
     with building_for(90) as built:
@@ -161,8 +156,6 @@ def test_weights_go_to_the_tensor_cores_through_registers():
 
 def make_pool(storage: torch.dtype, dims: int, dim: int = 128):
     """A pool of 8 KV heads with scales of so many dimensions, none for 0; uint8 turns its keys."""
-    from kernels.attention_inputs import KVPool
-
     packed = storage == torch.uint8
     held = dim // 2 if packed else dim
     pages = [torch.zeros(4, 8, *s).to(storage) for s in ((64, held), (held, 64))]
@@ -176,8 +169,6 @@ def make_pool(storage: torch.dtype, dims: int, dim: int = 128):
 
 def make_inputs(pool, starts=None):
     """Attention of two sequences over a pool."""
-    from kernels.attention_inputs import AttentionInputs
-
     tables = torch.zeros(2, 2, dtype=torch.int32)
     return AttentionInputs(pool, tables, tables[:, 0].contiguous(), starts, 0.1)
 
@@ -196,10 +187,6 @@ def make_inputs(pool, starts=None):
 )
 @compiled
 def test_decode_attention(capability, dims, storage, result):
-    from kernels.triton.attention.decode import decode_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import KVSplit
-
     q, workspace = torch.zeros(2, 32, 128).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
     more = {"out_scale": torch.ones(1), "out_dtype": result} if result else {}
     inputs = make_inputs(make_pool(storage, dims))
@@ -226,12 +213,6 @@ def test_decode_attention(capability, dims, storage, result):
 @compiled
 def test_attention_with_bounded_logits_and_sinks(capability, dims, storage, dim):
     """Of the largest heads, and of such as fill no tile."""
-    from dataclasses import replace
-
-    from kernels.triton.attention.decode import decode_attention
-    from kernels.triton.attention.prefill import prefill_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import KVSplit, prefill_rule
 
     q, workspace = torch.zeros(256, 16, dim).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
     inputs = make_inputs(make_pool(storage, dims, dim), torch.tensor([0, 128, 256]))
@@ -250,8 +231,6 @@ def test_attention_with_bounded_logits_and_sinks(capability, dims, storage, dim)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @compiled
 def test_rows_quantized_by_runs(capability):
-    from kernels.triton.fused import add_rms_norm, gated_product, quantize_rows
-
     x, weight = torch.zeros(2, 28672).bfloat16(), torch.ones(4096)
     narrow = x[:, :4096].contiguous()
     with building_for(capability) as built:
@@ -267,11 +246,6 @@ def test_rows_quantized_by_runs(capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @compiled
 def test_norms_and_products_of_other_families(capability):
-    from kernels.triton.attention.projection_norm import norm_projections
-    from kernels.triton.attention.rope_cache import rope_write
-    from kernels.triton.fused import add_rms_norm, gated_product
-    from kernels.triton.sampling.softcap import softcap_logits
-
     x, weight = torch.zeros(2, 2560).bfloat16(), torch.ones(2560)
     heads, pool = torch.zeros(2, 40, 96).bfloat16(), make_pool(torch.int8, 3, 96)
     angle, slots = torch.zeros(2, 96), torch.zeros(2, dtype=torch.int64)
@@ -306,10 +280,6 @@ def test_norms_and_products_of_other_families(capability):
 )
 @compiled
 def test_prefill_attention(capability, dims, storage, dim):
-    from kernels.triton.attention.prefill import prefill_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import prefill_rule
-
     q, workspace = torch.zeros(256, 32, dim).bfloat16(), Workspace.on("cpu", 1, 1)
     inputs = make_inputs(make_pool(storage, dims, dim), torch.tensor([0, 128, 256]))
     for share in (0, math.inf)[capability < 90 :]:
@@ -324,15 +294,10 @@ def test_prefill_attention(capability, dims, storage, dim):
 
 
 @pytest.mark.parametrize(
-    ("dims", "storage"),
-    [(1, FP8), (3, torch.uint8), pytest.param(3, torch.int8, marks=EVERY)],
+    ("dims", "storage"), [(1, FP8), (3, torch.uint8), pytest.param(3, torch.int8, marks=EVERY)]
 )
 @compiled
 def test_prefill_attention_with_warps_of_different_tasks(dims, storage):
-    from kernels.triton.attention.prefill import prefill_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import PrefillTile
-
     q, workspace = torch.zeros(256, 32, 128).bfloat16(), Workspace.on("cpu", 1, 1)
     inputs = make_inputs(make_pool(storage, dims), torch.tensor([0, 128, 256]))
     more = {"out_scale": torch.ones(1), "out_dtype": FP8, "tile": PrefillTile(128, 64, 4, 0)}
@@ -349,8 +314,6 @@ def test_prefill_attention_with_warps_of_different_tasks(dims, storage):
 
 @compiled
 def test_fp8_is_refused_where_it_is_not(monkeypatch):
-    from kernels.triton.attention.paged_cache import check_fp8
-
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     check_fp8(torch.int8, torch.device("cuda"))
     with pytest.raises(ValueError, match="use an int8 cache"):
@@ -370,9 +333,6 @@ def test_fp8_is_refused_where_it_is_not(monkeypatch):
 )
 @compiled
 def test_fused_rows_and_cache_write(capability, storage):
-    from kernels.triton.attention.rope_cache import rope_write
-    from kernels.triton.fused import add_rms_norm, gated_product
-
     x = torch.zeros(2, 4096).bfloat16()
     pool = make_pool(storage, 3)
     with building_for(capability) as built:

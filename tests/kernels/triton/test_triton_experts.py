@@ -1,10 +1,22 @@
 """Experts' kernels in Triton's interpreter: sorting, rows of many weights at once, routing, sums."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
+from inference.cpu.layers import route as plain
+from inference.models.config import Routing
+from kernels.triton import tuning
+from kernels.triton.common import Workspace
+from kernels.triton.experts import sorting
+from kernels.triton.experts.routing import combine, route
+from kernels.triton.experts.sorting import SortedRows, sort_by_expert
+from kernels.triton.fused import gated_product, quantize_rows
+from kernels.triton.linear import launch, w8a8
+from kernels.triton.linear.dispatch import pack
+from kernels.triton.linear.fp4 import Fp4Weight, codes_of_e4m3
+from kernels.triton.linear.launch import grid_of, tile_for
+from kernels.triton.linear.w16a16 import DenseWeight
+from kernels.triton.linear.weight import InputFormat
 from tests.kernels.expert_cases import EXACT, FAMILIES, make_rows, make_weights, plain_rows
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
@@ -27,8 +39,6 @@ def make_chosen(tokens: int, each: int, experts: int, skew: bool = False) -> tor
 )
 @interpreted
 def test_row_tiles_hold_the_pairs_of_an_expert_in_order(tokens, each, experts, rows):
-    from kernels.triton.experts.sorting import sort_by_expert
-
     for skew in (False, True)[tokens < 9 :]:
         chosen = make_chosen(tokens, each, experts, skew)
         found = sort_by_expert(chosen, experts, rows)
@@ -53,9 +63,6 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
 
     An expert alone is no witness by itself: where a kernel misreads a weight, it does so twice.
     """
-    from kernels.triton.common import Workspace
-    from kernels.triton.experts.sorting import sort_by_expert
-
     torch.manual_seed(0)
     weights, plain = make_weights(family, EXPERTS, 128, 256)
     workspace, tokens, each = Workspace.on("cpu", 1 << 18, 64), 5, 2
@@ -93,13 +100,6 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
 @interpreted
 def test_rows_of_mxfp4_experts_end_where_their_inputs_do():
     """160 inputs are 128 and a rest; what lies behind a row in memory is another's."""
-    from kernels.triton.common import Workspace
-    from kernels.triton.experts.sorting import sort_by_expert
-    from kernels.triton.linear.dispatch import pack
-    from kernels.triton.linear.fp4 import Fp4Weight, codes_of_e4m3
-    from kernels.triton.linear.w16a16 import DenseWeight
-    from kernels.triton.linear.weight import InputFormat
-
     torch.manual_seed(0)
     weights, plain = make_weights("mxfp4", 2, 64, 160)
     x, _ = make_rows("mxfp4", 5, 160)
@@ -125,10 +125,6 @@ def test_rows_of_mxfp4_experts_end_where_their_inputs_do():
 @interpreted
 def test_places_of_more_than_32_bits(family):
     """As those of 128k tokens of 28672 inputs: the same sums, of all rows and of experts'."""
-    from kernels.triton.common import Workspace
-    from kernels.triton.experts import sorting
-    from kernels.triton.linear import launch, w8a8
-
     torch.manual_seed(0)
     weight, workspace = make_weights(family, 2, 128, 256)[0][0], Workspace.on("cpu", 1 << 18, 64)
     x, scales = make_rows(family, 70, 256)
@@ -150,11 +146,6 @@ def test_places_of_more_than_32_bits(family):
 @interpreted
 def test_sums_of_many_row_tiles_fit_in_a_workspace(family, experts, outputs):
     """Few outputs of few experts are split, but not where their rows alone fill the device."""
-    from kernels.triton import tuning
-    from kernels.triton.common import Workspace
-    from kernels.triton.experts.sorting import SortedRows
-    from kernels.triton.linear.launch import grid_of, tile_for
-
     workspace, x = Workspace.on("meta"), torch.empty(1, device="meta")
     for pairs in (2, 16, 256, 4096, 1 << 18):
         most = min(pairs, experts)
@@ -170,8 +161,6 @@ def test_sums_of_many_row_tiles_fit_in_a_workspace(family, experts, outputs):
 
 @interpreted
 def test_routing():
-    from kernels.triton.experts.routing import route
-
     logits = torch.randn(7, 60, generator=torch.Generator().manual_seed(0))
     logits[3, 7:11] = 5.0  # equal: the lower numbers
     for normalized in (False, True):
@@ -197,10 +186,6 @@ def test_routing():
 @interpreted
 def test_routing_by_sigmoids_groups_and_corrections(experts, routing):
     """The kernel chooses and weighs as torch does, of any kind of routing."""
-    from inference.cpu.layers import route as plain
-    from inference.models.config import Routing
-    from kernels.triton.experts.routing import route
-
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(7, experts, generator=generator)
     routing = {"chosen_groups": 3 if routing.get("groups") == 8 else 1} | routing
@@ -219,8 +204,6 @@ def test_routing_by_sigmoids_groups_and_corrections(experts, routing):
 
 @interpreted
 def test_the_sum_of_a_tokens_experts():
-    from kernels.triton.experts.routing import combine
-
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -245,8 +228,6 @@ def test_the_sum_of_a_tokens_experts():
 
 @interpreted
 def test_rows_quantized_with_the_scale_of_their_expert():
-    from kernels.triton.fused import gated_product, quantize_rows
-
     scale = torch.tensor([0.01, 0.02, 0.05])
     owners = torch.tensor([2, 0, 1, 1, 0, 2], dtype=torch.int32)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).half()
@@ -276,11 +257,6 @@ def test_rows_quantized_with_the_scale_of_their_expert():
 @compiled
 def test_what_they_become(capability, families):
     """Nothing is spilled, all products are the tensor cores'; row tiles that are not there end."""
-    from kernels.triton import tuning
-    from kernels.triton.common import Workspace
-    from kernels.triton.experts.routing import combine, route
-    from kernels.triton.experts.sorting import sort_by_expert
-
     workspace = Workspace.on("cpu", 1 << 20, 1 << 12)
     chosen = torch.zeros(4, 8, dtype=torch.int32)
     hopper = capability == 90

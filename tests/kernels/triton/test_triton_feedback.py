@@ -1,18 +1,17 @@
 """Rounding with feedback on a GPU: what plain code finds, in Triton's interpreter; and compiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
+import kernels.feedback as feedback
+import kernels.triton.calibration.feedback as gpu
+from kernels.feedback import Grid, Rounding
+from kernels.numerics import TYPES
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 
 def problem(rows: int, columns: int, kind: str, *, zeros: bool):
     """Two blocks of a weight, what they are rounded to, and factors of rows and of columns."""
-    from kernels.feedback import Grid, Rounding
-    from kernels.numerics import TYPES
-
     torch.manual_seed(rows * columns)
     weight = torch.randn(2, columns, rows)
     scale = (weight.abs().amax(dim=1, keepdim=True) / TYPES[kind].top).expand_as(weight)
@@ -28,15 +27,8 @@ def uppers(matrix: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "zeros"), [("int4", True), ("fp8_e4m3", False)])
-def test_tiles_of_an_anti_diagonal_find_what_plain_code_finds(kind, zeros):
-    both_ways(kind, zeros)
-
-
 @interpreted
-def both_ways(kind: str, zeros: bool):
-    import kernels.feedback as feedback
-    import kernels.triton.calibration.feedback as gpu
-
+def test_tiles_of_an_anti_diagonal_find_what_plain_code_finds(kind, zeros):
     gpu.SIZE = feedback.SIZE = 16  # tiles of which the interpreter takes fewer steps
     weight, to, rows, columns = problem(17, 19, kind, zeros=zeros)
     over, across = uppers(rows), uppers(columns)
@@ -57,8 +49,6 @@ def test_they_compile_for_gpus_without_spilling():
 
 @compiled
 def for_gpus():
-    import kernels.triton.calibration.feedback as gpu
-
     weight, to, rows, columns = problem(32, 32, "fp8_e4m3", zeros=False)
     with building_for(90) as built:
         gpu.round_all(weight.clone(), to, rows, columns)

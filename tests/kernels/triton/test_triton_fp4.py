@@ -1,10 +1,12 @@
 """Linear layers of NVFP4 and MXFP4 without a GPU: sums, packed bits, what is compiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
+from kernels.triton.common import Workspace
+from kernels.triton.linear.fp4 import fits_fp4, pack_fp4
+from kernels.triton.linear.fp4_operands import ROTATIONS, TARGETS, pack_codes
+from kernels.triton.tuning import Tile
 from tests.kernels.triton_lab import SHARED, assembler_says, building_for, compiled, interpreted
 
 ELEMENTS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -32,10 +34,6 @@ def draw(group: int, outputs: int, inputs: int):
 )
 @interpreted
 def test_sums_are_those_of_the_weights(group, rows, inputs, splits):
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.fp4 import pack_fp4
-    from kernels.triton.tuning import Tile
-
     codes, scale, unit, weight = draw(group, 128, inputs)
     bias, x = torch.randn(128), torch.randn(rows, inputs).half()
     packed = pack_fp4(codes, scale, bias, torch.float16, unit)
@@ -48,8 +46,6 @@ def test_sums_are_those_of_the_weights(group, rows, inputs, splits):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_bits_lie_where_instructions_look_for_them(dtype):
     """Each pair, by rotations and masks alone, is the float of what elements lack, times them."""
-    from kernels.triton.linear.fp4_operands import ROTATIONS, TARGETS, pack_codes
-
     codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8)
     words = pack_codes(codes, dtype).view(2, 4, 8, 4, 4).permute(1, 0, 2, 4, 3).reshape(64, 16)
     words = words.to(torch.int64) & 0xFFFFFFFF
@@ -68,8 +64,6 @@ def test_bits_lie_where_instructions_look_for_them(dtype):
 
 @pytest.mark.parametrize("group", [16, 32])
 def test_weights_that_lose_nothing_are_taken(group):
-    from kernels.triton.linear.fp4 import fits_fp4
-
     codes, scale, unit, _ = draw(group, 64, 128)
     assert fits_fp4(codes, scale, torch.bfloat16, unit)
     assert not fits_fp4(codes, scale, torch.float32, unit)
@@ -81,10 +75,6 @@ def test_weights_that_lose_nothing_are_taken(group):
 @pytest.mark.parametrize("group", [16, 32])
 @compiled
 def test_weights_go_through_registers_in_few_instructions(group):
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.fp4 import pack_fp4
-    from kernels.triton.tuning import Tile
-
     workspace = Workspace.on("cpu", 1 << 16, 64)
     codes, scale = torch.zeros(512, 1024, dtype=torch.uint8), torch.ones(512, 1024 // group)
     unit = torch.ones(512, 1) if group == 16 else None

@@ -1,10 +1,16 @@
 """fp8 in blocks of 128 in Triton's interpreter against its twin; what it becomes; cuBLASLt's call."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import pytest
 import torch
 
+import kernels.triton.reference as twins
+from kernels.triton import common
+from kernels.triton.common import Workspace
+from kernels.triton.linear import fp8_block
+from kernels.triton.linear.fp8_block import pack_fp8_block
+from kernels.triton.tuning import Tile
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 FP8 = torch.float8_e4m3fn
@@ -37,11 +43,6 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @interpreted
 def test_equals_its_twin(rows, outputs, inputs, cut, before_ada):
     """Tiles of two blocks and of half one, edges of outputs, inputs and rows, splits."""
-    import kernels.triton.reference as twins
-    from kernels.triton import common
-    from kernels.triton.linear import fp8_block
-    from kernels.triton.tuning import Tile
-
     workspace = common.Workspace.on("cpu", 1 << 16, 64)
     x, x_scale, q, scale, bias = random(rows, outputs, inputs)
     bias = None if before_ada else bias
@@ -58,10 +59,6 @@ def test_equals_its_twin(rows, outputs, inputs, cut, before_ada):
 
 @interpreted
 def test_every_e4m3_is_exact_before_ada():
-    from kernels.triton import common
-    from kernels.triton.linear import fp8_block
-    from kernels.triton.tuning import Tile
-
     bits = torch.arange(256, dtype=torch.uint8)
     x = (bits * (bits & 127 != 127)).view(FP8).reshape(2, 128)  # without NaN
     weight = fp8_block.pack_fp8_block(torch.eye(128).to(FP8), torch.ones(1, 1))
@@ -74,10 +71,6 @@ def test_every_e4m3_is_exact_before_ada():
 
 @interpreted
 def test_what_does_not_fit_is_refused():
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.fp8_block import pack_fp8_block
-    from kernels.triton.tuning import Tile
-
     workspace = Workspace.on("cpu", 1 << 10, 64)
     x, x_scale, q, scale, _ = random(3, 128, 256)
     with pytest.raises(ValueError, match="K in 16s"):
@@ -106,9 +99,6 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize("inputs", [128, 384, 512])
 def test_the_library_is_called_as_it_wants(rows, inputs):
     """Fake tensors, whose implementation in torch checks shapes and strides of scales."""
-    from dataclasses import replace
-
-    from kernels.triton.linear.fp8_block import pack_fp8_block
 
     x, x_scale, q, scale, _ = random(rows, 256, inputs)
     weight = pack_fp8_block(q, scale)
@@ -121,10 +111,6 @@ def test_the_library_is_called_as_it_wants(rows, inputs):
 @pytest.mark.parametrize("capability", [80, 89, pytest.param(90, marks=pytest.mark.every_triton)])
 @compiled
 def test_compiled(capability):
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.fp8_block import pack_fp8_block
-    from kernels.triton.tuning import Tile
-
     workspace = Workspace.on("cpu", 1 << 22, 64)
     weight = pack_fp8_block(torch.zeros(512, 1024).to(FP8), torch.ones(4, 8))
     tiles = [(16, Tile(128, 16, 2, 4)), (128, Tile(128, 128, 1, 3, 8))]

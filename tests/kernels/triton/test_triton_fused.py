@@ -1,11 +1,14 @@
 """Fused rows in Triton's interpreter against their twins."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
+import kernels.triton.reference as twins
 from kernels.activations import Clamped
+from kernels.triton import common, fused, rows
+from kernels.triton.attention.projection_norm import norm_projections
+from kernels.triton.fused import add_rms_norm, gated_product, quantize_rows
+from kernels.triton.sampling.softcap import softcap_logits
 from tests.kernels.triton_lab import interpreted
 
 
@@ -18,9 +21,6 @@ def random(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("add", [False, True])
 @interpreted
 def test_fused_rows(static, dtype, add):
-    import kernels.triton.reference as twins
-    from kernels.triton import fused
-
     if static and dtype != torch.int8:
         with pytest.raises(ValueError, match="take no scale"):
             fused.gated_product(random(2, 8), torch.ones(1), dtype)
@@ -61,8 +61,6 @@ def test_fused_rows(static, dtype, add):
 @interpreted
 def test_rows_are_stored_longer_with_zeros_behind_them(size, length, dtype, scaled, group):
     """Whatever ends in rows gives those of the same size, filled up; memory starts as ones."""
-    from kernels.triton import fused, rows
-
     x, weight, gate_up = random(3, size), random(size), random(3, 2 * size)
     scale = torch.tensor([0.01]) if scaled == "static" else None
     ones = lambda *shape, **kind: torch.ones(*shape, **kind)  # noqa: E731
@@ -92,9 +90,6 @@ def test_rows_are_stored_longer_with_zeros_behind_them(size, length, dtype, scal
 @interpreted
 def test_what_a_layer_adds_is_normed_first(norms, dtype):
     """Rows that are not normed again are the sum, or that quantized."""
-    import kernels.triton.reference as twins
-    from kernels.triton import fused
-
     x, residual, one, other = (random(5, 200 + i)[:, i:].contiguous() for i in range(4))
     x[1] = 0
     after = None if norms == "none" else 1 + one[0].float()
@@ -118,9 +113,6 @@ def test_what_a_layer_adds_is_normed_first(norms, dtype):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
 @interpreted
 def test_products_of_activations(activation, dtype):
-    import kernels.triton.reference as twins
-    from kernels.triton import fused
-
     gate_up = random(3, 400)
     gate_up[0, :6] = torch.tensor([-6e4, 6e4, -9.0, 9.0, 0.0, -0.5])
     got, wanted = (
@@ -132,10 +124,6 @@ def test_products_of_activations(activation, dtype):
 
 @interpreted
 def test_norms_of_whole_projections_and_bounded_logits():
-    import kernels.triton.reference as twins
-    from kernels.triton.attention.projection_norm import norm_projections
-    from kernels.triton.sampling.softcap import softcap_logits
-
     qkv, q_norm, k_norm = random(3, 96 + 48 + 48), random(96) + 1, random(48).float() + 1
     wanted = twins.norm_projections(qkv, q_norm, k_norm, 1e-5)
     got = norm_projections(qkv, q_norm, k_norm, 1e-5)
@@ -156,9 +144,6 @@ def test_norms_of_whole_projections_and_bounded_logits():
 @interpreted
 def test_plain_rows_equal_their_twin_bit_for_bit(size, dtype, group):
     """With the types that the interpreter has; e4m3 as bits too, as devices before Ada take it."""
-    import kernels.triton.reference as twins
-    from kernels.triton import common, fused
-
     dtype, x = getattr(torch, dtype), random(9, size).float() * 3
     x[2], x[3, 130:] = 0, 0
     x[4] = torch.logspace(-9, 3, size)
@@ -179,9 +164,6 @@ def test_plain_rows_equal_their_twin_bit_for_bit(size, dtype, group):
 @interpreted
 def test_rows_of_the_widest_models():
     """Feed-forward layers of 49152, as Qwen1.5-110B's, and of 53248, as Llama-3.1-405B's."""
-    import kernels.triton.reference as twins
-    from kernels.triton import fused
-
     x = random(3, 53248)
     for got, wanted in zip(fused.quantize_rows(x), twins.quantize_rows(x), strict=True):
         assert torch.equal(got, wanted)
@@ -193,9 +175,6 @@ def test_rows_of_the_widest_models():
 
 @interpreted
 def test_runs_of_fused_rows():
-    import kernels.triton.reference as twins
-    from kernels.triton import fused
-
     fp8 = torch.float8_e4m3fn
     x, weight, gate_up = random(5, 200), random(200), random(5, 400)
     for got, wanted in (
@@ -211,8 +190,6 @@ def test_runs_of_fused_rows():
 @interpreted
 def test_norms_of_rows_that_are_not_finite_say_so(dtype, group):
     """In their scales: what is multiplied by integers of such a row is NaN again."""
-    from kernels.triton.fused import add_rms_norm
-
     x = random(4, 256)
     x[1, 7], x[2, 200] = float("nan"), -float("inf")
     weight, dtype = torch.ones(256), getattr(torch, dtype)
@@ -226,8 +203,6 @@ def test_norms_of_rows_that_are_not_finite_say_so(dtype, group):
 
 @interpreted
 def test_what_does_not_fit_is_refused():
-    from kernels.triton.fused import add_rms_norm, gated_product, quantize_rows
-
     x = random(2, 8)
     with pytest.raises(ValueError, match=r"needed is \(8,\)"):
         add_rms_norm(x, None, torch.ones(7), 1e-5)

@@ -1,10 +1,12 @@
 """Sums of integer products as they are, without scales: parts of a sum over several GPUs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
+from kernels.triton.common import Workspace
+from kernels.triton.linear.w4a8 import pack_w4a8
+from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.tuning import Tile
 from tests.kernels.triton_lab import interpreted
 
 OUTPUTS, INPUTS = 128, 512
@@ -22,10 +24,6 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("cut", [(64, 16, 1), (128, 16, 3)])
 @interpreted
 def test_w8a8(cut):
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.w8a8 import pack_w8a8
-    from kernels.triton.tuning import Tile
-
     workspace, bias = Workspace.on("cpu", 1 << 18, 64), torch.full((OUTPUTS,), 1e9)
     q, scale = integers(OUTPUTS, INPUTS, top=127), torch.rand(OUTPUTS)
     q[0] = -128
@@ -42,9 +40,6 @@ def test_w8a8(cut):
 @interpreted
 def test_weights_of_two_levels(groups):
     """Of whole rows, of which 16 times the sum is formed, and with multipliers of groups."""
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.w4a8 import pack_w4a8
-
     workspace, unit = Workspace.on("cpu", 1 << 18, 64), torch.full((OUTPUTS, 1), 2.0**-10)
     q, multiples = integers(OUTPUTS, INPUTS, top=7), torch.ones(OUTPUTS, 1)
     if groups > 1:
@@ -60,10 +55,6 @@ def test_weights_of_two_levels(groups):
 
 @interpreted
 def test_other_weights_have_no_such_sums():
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.linear.w8a8 import pack_w8a8
-
     q, ordinary = integers(OUTPUTS, INPUTS, top=7), 1 + torch.rand(OUTPUTS, 4)
     workspace, one = Workspace.on("cpu", 1 << 18, 64), torch.ones(1)
     weight = pack_w4a8(q, ordinary)

@@ -1,8 +1,6 @@
 """Memory that ranks share, with a driver that stands for CUDA's: what it is asked, and what is said
 where it refuses."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from contextlib import nullcontext
@@ -10,7 +8,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-ipc = pytest.importorskip("kernels.triton.collective.ipc", reason="Triton is not installed")
+from kernels.triton.collective import ipc
+
 CPU = torch.device("cpu")
 
 

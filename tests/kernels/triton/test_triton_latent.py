@@ -1,10 +1,16 @@
 """Attention over latents and their write, in Triton's interpreter and its compiler."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.reference import apply_rope, rms_norm, write_kv
+from kernels.reference_attention import latent_attention as twin
+from kernels.triton.attention.latent import LatentTile, latent_attention
+from kernels.triton.attention.latent_write import latent_write
+from kernels.triton.common import Workspace
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 PAGES = 12
@@ -14,8 +20,6 @@ STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": torch.float16
 
 def make_inputs(storage: str, rank: int, turn: int, starts=None):
     """Random pages of latents, with scales of channels where they have eight bits."""
-    from kernels.attention_inputs import AttentionInputs, KVPool
-
     generator = torch.Generator().manual_seed(0)
     pools, scales = [], []
     for size in (turn, rank):
@@ -54,10 +58,6 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 )
 @interpreted
 def test_decode(storage, heads, rank, turn, own, splits):
-    from kernels.reference_attention import latent_attention as twin
-    from kernels.triton.attention.latent import LatentTile, latent_attention
-    from kernels.triton.common import Workspace
-
     inputs, workspace = make_inputs(storage, rank, turn), Workspace.on("cpu", 1 << 16, 64)
     q, rotated = make_queries(len(LENGTHS), heads, rank, turn)
     tiles = LatentTile(own, splits=splits), LatentTile(own)
@@ -76,10 +76,6 @@ def test_decode(storage, heads, rank, turn, own, splits):
 )
 @interpreted
 def test_prompts(storage, heads, queries, starts, decodes):
-    from kernels.reference_attention import latent_attention as twin
-    from kernels.triton.attention.latent import LatentTile, latent_attention
-    from kernels.triton.common import Workspace
-
     begins = torch.tensor(starts, dtype=torch.int32)
     inputs, workspace = make_inputs(storage, 32, 16, begins), Workspace.on("cpu", 1 << 16, 64)
     q, rotated = make_queries(starts[-1], heads, 32, 16)
@@ -91,9 +87,6 @@ def test_prompts(storage, heads, queries, starts, decodes):
 @pytest.mark.parametrize(("storage", "rank", "turn"), [("int8", 32, 16), ("fp16", 48, 24)])
 @interpreted
 def test_write(storage, rank, turn):
-    from kernels.reference import apply_rope, rms_norm, write_kv
-    from kernels.triton.attention.latent_write import latent_write
-
     pool, heads, plain = make_inputs(storage, rank, turn).pool, 3, 8
     generator = torch.Generator().manual_seed(2)
     width = heads * (plain + turn)
@@ -117,11 +110,6 @@ def test_write(storage, rank, turn):
 
 @interpreted
 def test_what_is_not_taken_is_refused():
-    from dataclasses import replace
-
-    from kernels.triton.attention.latent import latent_attention
-    from kernels.triton.common import Workspace
-
     inputs, workspace = make_inputs("int8", 32, 16), Workspace.on("cpu", 1, 1)
     q, rotated = make_queries(len(LENGTHS), 4, 32, 16)
     with pytest.raises(ValueError, match="takes no sliding window"):
@@ -136,11 +124,6 @@ def test_what_is_not_taken_is_refused():
 @compiled
 def test_nothing_is_spilled(capability, storage):
     """Of DeepSeek's latents, for 16 heads and for 128."""
-    from kernels.attention_inputs import AttentionInputs, KVPool
-    from kernels.triton.attention.latent import LatentTile, latent_attention
-    from kernels.triton.attention.latent_write import latent_write
-    from kernels.triton.common import Workspace
-
     scales = [torch.ones(1, size) if storage == torch.int8 else None for size in (64, 512)]
     pages = [torch.zeros(4, 1, 64, size).to(storage) for size in (64, 512)]
     tables, starts = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([0, 64, 128]).int()

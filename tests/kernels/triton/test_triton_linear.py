@@ -1,13 +1,21 @@
 """GPU linear layers in Triton's interpreter against their twins: every cut, bias, edge."""
 
-from __future__ import annotations
-
+import json
 import re
 
 import pytest
 import torch
 
 import kernels.reference as reference
+import kernels.triton.reference as twins
+from kernels.triton import tuning
+from kernels.triton.common import Workspace
+from kernels.triton.linear import w16a16
+from kernels.triton.linear.launch import fitting
+from kernels.triton.linear.w4a8 import pack_w4a8
+from kernels.triton.linear.w4a16 import pack_w4a16
+from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.tuning import Tile, rule
 from tests.kernels.triton_lab import interpreted
 
 OUTPUTS, INPUTS = 128, 512
@@ -30,8 +38,6 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def make_workspace():
-    from kernels.triton.common import Workspace
-
     return Workspace.on("cpu", 1 << 18, 64)
 
 
@@ -40,10 +46,6 @@ def make_workspace():
 )
 @interpreted
 def test_w4a16(cut, with_bias):
-    import kernels.triton.reference as twins
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.tuning import Tile
-
     workspace = make_workspace()
     for rows in (1, 17):
         x, q, scale, bias = random(rows, 4, with_bias)
@@ -57,8 +59,6 @@ def test_w4a16(cut, with_bias):
 
 @interpreted
 def test_w4a16_gives_back_every_weight():
-    from kernels.triton.linear.w4a16 import pack_w4a16
-
     q = (torch.arange(OUTPUTS * 256).reshape(OUTPUTS, 256) * 7919 // 3 % 16 - 8).to(torch.int8)
     scale = 2.0 ** torch.arange(2).expand(OUTPUTS, 2)
     got = pack_w4a16(q, scale).dequantize(torch.float16)
@@ -68,10 +68,6 @@ def test_w4a16_gives_back_every_weight():
 @pytest.mark.parametrize(("cut", "per_row"), [((128, 16, 3), True), ((64, 64, 1), False)])
 @interpreted
 def test_w4a8(cut, per_row):
-    import kernels.triton.reference as twins
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.tuning import Tile
-
     workspace = make_workspace()
     for rows in (1, 17):
         x, q, scale, bias = random(rows, 4, True)
@@ -84,9 +80,6 @@ def test_w4a8(cut, per_row):
 @pytest.mark.parametrize(("per_row", "with_bias"), [(False, True), (True, False)])
 @interpreted
 def test_w8a8_equals_its_twin_bit_for_bit(cut, per_row, with_bias):
-    from kernels.triton.linear.w8a8 import pack_w8a8
-    from kernels.triton.tuning import Tile
-
     workspace = make_workspace()
     for rows in (1, 17, 70):
         x, q, scale, bias = random(rows, 8, with_bias)
@@ -100,10 +93,6 @@ def test_w8a8_equals_its_twin_bit_for_bit(cut, per_row, with_bias):
 
 @interpreted
 def test_fp8():
-    import kernels.triton.reference as twins
-    from kernels.triton.linear.w8a8 import pack_w8a8
-    from kernels.triton.tuning import Tile
-
     x, q, scale, bias = random(9, 8, True)
     x, q = (t.float().div(40).to(torch.float8_e4m3fn) for t in (x, q))
     own = torch.rand(9, 1)
@@ -117,10 +106,6 @@ def test_fp8():
 @pytest.mark.parametrize("generation", [80, 90])
 @interpreted
 def test_w16a16(generation):
-    import kernels.triton.reference as twins
-    from kernels.triton.linear import w16a16
-    from kernels.triton.tuning import Tile
-
     before, w16a16.capability = w16a16.capability, lambda: generation  # by pointers, by TMA
     workspace, generator = make_workspace(), torch.Generator().manual_seed(0)
     tiles = (None, Tile(64, 16, 3, 2), Tile(64, 8, 1, 2, 4, False, 256))
@@ -158,12 +143,6 @@ def test_w16a16(generation):
 
 @interpreted
 def test_what_does_not_fit_is_refused():
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.linear.w8a8 import pack_w8a8
-    from kernels.triton.tuning import Tile
-
     workspace = make_workspace()
     x, q, scale, _ = random(3, 4, False)
     for pack in (pack_w4a16, pack_w4a8):
@@ -191,11 +170,6 @@ def test_what_does_not_fit_is_refused():
 @interpreted
 def test_stages_are_left_out_only_where_memory_is_small():
     """On Hopper no tile of the rule or of its table changes with the groups of a weight."""
-    import json
-
-    from kernels.triton import tuning
-    from kernels.triton.linear.launch import fitting
-    from kernels.triton.tuning import Tile, rule
 
     table = json.loads((tuning.FOLDER / "NVIDIA_H100_80GB_HBM3.json").read_text())
     families = {"w4a16": (64, 256), "w8a16": (128, 256), "w4a8": (64, 128)}

@@ -1,12 +1,16 @@
 """Weights of one shape that are packed by one call: byte for byte those of a call each."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest
 import torch
 
+from kernels.triton.common import Workspace
+from kernels.triton.linear.dispatch import pack
+from kernels.triton.linear.w4a8 import pack_w4a8
+from kernels.triton.linear.w4a16 import pack_w4a16
+from kernels.triton.linear.w16a16 import DenseWeight
+from kernels.triton.linear.weight import InputFormat
 from tests.kernels.triton_lab import interpreted
 
 EXPERTS, OUTPUTS, INPUTS = 3, 256, 512
@@ -48,10 +52,6 @@ def weights(bits: int, group: int, zeros: bool, dtype: torch.dtype, two_level: b
 @pytest.mark.parametrize("bits", [4, 8])
 @interpreted
 def test_float_zero_points_are_dequantized(bits):
-    from kernels.triton.linear.dispatch import pack
-    from kernels.triton.linear.w16a16 import DenseWeight
-    from kernels.triton.linear.weight import InputFormat
-
     q, scale, zero, _ = weights(bits, 32, True, torch.float16, False)
     assert zero is not None
     zero, rows = zero + 0.3, InputFormat(torch.float16)
@@ -66,9 +66,6 @@ def test_float_zero_points_are_dequantized(bits):
 @pytest.mark.parametrize("case", CASES)
 @interpreted
 def test_together_as_one_by_one(case, bias):
-    from kernels.triton.linear.dispatch import pack
-    from kernels.triton.linear.weight import InputFormat
-
     bits, group, zeros, dtype = CASES[case]
     q, scale, zero, added = weights(bits, group, zeros, dtype, "two_level" in case)
     rows = InputFormat(dtype, group=128 if case == "fp8_block" else None)
@@ -92,8 +89,6 @@ def test_together_as_one_by_one(case, bias):
 
 @interpreted
 def test_one_without_two_levels_among_those_with_them():
-    from kernels.triton.linear.w4a8 import pack_w4a8
-
     q, scale, _, _ = weights(4, 128, False, torch.int8, True)
     assert pack_w4a8(q, scale).unit is not None
     scale[1, 5, 1] *= 1.01
@@ -102,8 +97,6 @@ def test_one_without_two_levels_among_those_with_them():
 
 @interpreted
 def test_what_does_not_fit_is_refused():
-    from kernels.triton.linear.w4a16 import pack_w4a16
-
     q, scale, _, bias = weights(4, 128, False, torch.float16, False)
     for wrong in (scale[:2], scale[0], scale[:, :64]):
         with pytest.raises(ValueError, match=r"needed are floats \[3, 256\] of groups"):
@@ -117,11 +110,6 @@ def test_what_does_not_fit_is_refused():
 
 @interpreted
 def test_floats_of_32_bits_are_multiplied_by_torch():
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.dispatch import pack
-    from kernels.triton.linear.w16a16 import DenseWeight
-    from kernels.triton.linear.weight import InputFormat
-
     q, scale, zeros, bias = weights(4, 128, True, torch.float32, True)
     x = torch.randn(3, q.shape[2])
     for bits in (4, 8):

@@ -1,23 +1,16 @@
 """Rotation alone in Triton's interpreter, against plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
+from kernels.reference import apply_rope
+from kernels.triton.attention.rotate import rotate
 from tests.kernels.triton_lab import interpreted
 
 
 @pytest.mark.parametrize("dim", [16, 24])
-def test_heads_are_turned_by_halves(dim):
-    turned(dim)
-
-
 @interpreted
-def turned(dim: int):
-    from kernels.reference import apply_rope
-    from kernels.triton.attention.rotate import rotate
-
+def test_heads_are_turned_by_halves(dim):
     torch.manual_seed(0)
     q, k, _ = torch.randn(5, 8, dim).split([4, 2, 2], dim=1)  # rows are parts of longer ones
     angle = torch.randn(5, dim // 2).repeat(1, 2)

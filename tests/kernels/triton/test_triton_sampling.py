@@ -1,13 +1,18 @@
 """Sampling in Triton's interpreter: what is kept, what is drawn, and that batches do not matter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+import kernels.triton.reference as twins
+from inference.scheduling.sampler import Draw, draw_token, keep_likely, log_min_p
+from kernels.gumbel_noise import uniform
+from kernels.triton.common import Workspace
+from kernels.triton.sampling import sample as sampling
+from kernels.triton.sampling.edits import LISTED, Edits
+from kernels.triton.sampling.sample import BOUND, HEAD, HELD, sample
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 V = 300
@@ -39,8 +44,6 @@ EACH = [
 
 def kept(logits, temperature, workspace, size):
     """What a row's draw kept, from the element that its cut leaves in the workspace."""
-    from kernels.triton.sampling.sample import BOUND
-
     bounds = workspace.parts.view(torch.int64)[BOUND.value :: size][: len(logits)]
     x = logits.float() / torch.where(temperature > 0, temperature, 1)[:, None] + 0.0
     bits = x.view(torch.int32)
@@ -59,10 +62,6 @@ def kept(logits, temperature, workspace, size):
 @interpreted
 def test_equals_its_twin(chunk, held, sharp, dtype, each):
     """Also where many are equal, and where the kept do not fit in registers."""
-    import kernels.triton.reference as twins
-    from kernels.triton.common import Workspace
-    from kernels.triton.sampling import sample as sampling
-
     workspace, arguments = Workspace.on("cpu", 1 << 16, 64), rows(*each, sharp=sharp, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "CHUNK", chunk)
@@ -83,10 +82,6 @@ def test_equals_its_twin(chunk, held, sharp, dtype, each):
 
 @interpreted
 def test_more_rows_than_the_workspace_holds_come_in_turn():
-    import kernels.triton.reference as twins
-    from kernels.triton.common import Workspace
-    from kernels.triton.sampling import sample as sampling
-
     arguments, size = rows(*EACH[:5]), 8 + 2 + 512
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "CHUNK", 512)
@@ -96,26 +91,9 @@ def test_more_rows_than_the_workspace_holds_come_in_turn():
             assert not workspace.arrivals.any()
 
 
-def test_the_twin_keeps_what_the_engine_keeps():
-    import kernels.triton.reference as twins
-
-    keep_likely = pytest.importorskip("inference.scheduling.sampler").keep_likely
-    logits, temperature, k, p, _, _ = rows(*EACH)
-    wanted = twins.likely(logits, temperature, k, p)
-    for row in range(len(EACH)):
-        if temperature[row] > 0:
-            x = (logits[row] / temperature[row]).numpy()
-            found = keep_likely(x, int(k[row]), float(p[row]))
-            assert found.tolist() == wanted[row].nonzero().flatten().tolist(), EACH[row]
-
-
 @interpreted
 def test_what_is_drawn_is_distributed_as_it_should():
     """Chi-square of 20000 steps of one request, of all tokens and of the likely."""
-    import kernels.triton.reference as twins
-    from kernels.triton.common import Workspace
-    from kernels.triton.sampling import sample as sampling
-
     draws, tokens = 20000, 32
     logits = torch.randn(1, tokens, generator=torch.Generator().manual_seed(0)).expand(draws, -1)
     for k, p in ((0, 1.0), (20, 0.9)):
@@ -144,8 +122,6 @@ FLOORS = [0.0, 0.3, 0.1, 0.02, 0.5, 1.0, 1e-9, 0.9, 0.05, 0.5, 0.2]  # min_p of 
 
 def edits_of(count: int, vocabulary: int = V):
     """Rows in turn with nothing, biases, a mask, and all of it; lists and masks of several rows."""
-    from kernels.triton.sampling.edits import LISTED, Edits
-
     generator = torch.Generator().manual_seed(1)
     ids = torch.randperm(vocabulary, generator=generator)[:40].int()
     lists = torch.full((3, LISTED), -5, dtype=torch.int32)
@@ -174,10 +150,6 @@ def edits_of(count: int, vocabulary: int = V):
 @interpreted
 def test_biases_masks_and_min_p_equal_their_twins(chunk, held, dtype, each):
     """Also in few registers; rows that ask for none are as they were, and batches do not matter."""
-    import kernels.triton.reference as twins
-    from kernels.triton.common import Workspace
-    from kernels.triton.sampling import sample as sampling
-
     logits, *rest = rows(*EACH[each], dtype=dtype)
     logits = logits.nan_to_num(neginf=-30.0)
     floors = torch.tensor(FLOORS[each]).log()
@@ -207,17 +179,16 @@ def test_biases_masks_and_min_p_equal_their_twins(chunk, held, dtype, each):
     assert not workspace.arrivals.any()
 
 
-def test_the_twin_keeps_what_the_engine_keeps_under_min_p():
-    import kernels.triton.reference as twins
-
-    sampler = pytest.importorskip("inference.scheduling.sampler")
-    keep_likely, log_min_p = sampler.keep_likely, sampler.log_min_p
+@pytest.mark.parametrize("floors", [None, FLOORS])
+def test_the_twin_keeps_what_the_engine_keeps(floors):
     logits, temperature, k, p, _, _ = rows(*EACH)
-    wanted = twins.likely(logits, temperature, k, p, torch.tensor(FLOORS).log())
-    for row, min_p in enumerate(FLOORS):
+    wanted = twins.likely(
+        logits, temperature, k, p, *([torch.tensor(floors).log()] if floors else [])
+    )
+    for row in range(len(EACH)):
         if temperature[row] > 0:
-            x = (logits[row] / temperature[row]).numpy()
-            found = keep_likely(x, int(k[row]), float(p[row]), log_min_p(min_p))
+            x, floor = (logits[row] / temperature[row]).numpy(), floors and [log_min_p(floors[row])]
+            found = keep_likely(x, int(k[row]), float(p[row]), *(floor or []))
             assert found.tolist() == wanted[row].nonzero().flatten().tolist(), EACH[row]
 
 
@@ -225,13 +196,6 @@ def test_the_twin_keeps_what_the_engine_keeps_under_min_p():
 @interpreted
 def test_the_engine_draws_on_a_cpu_what_the_kernel_draws(sharp):
     """The same noise, bit for bit, and the same token of the same logits, seed and step."""
-    import kernels.triton.reference as twins
-    from kernels.gumbel_noise import uniform
-    from kernels.triton.common import Workspace
-    from kernels.triton.sampling import sample as sampling
-
-    scheduling = pytest.importorskip("inference.scheduling.sampler")
-    Draw = scheduling.Draw
     logits, temperature, k, p, seeds, steps = arguments = rows(*EACH * 2, sharp=sharp)
     workspace = Workspace.on("cpu", 1 << 16, 64)
     floors = torch.tensor([0.0, 0.05] * len(EACH)).log()
@@ -240,16 +204,13 @@ def test_the_engine_draws_on_a_cpu_what_the_kernel_draws(sharp):
     for row in range(len(logits)):
         seed, step = int(seeds[row]), int(steps[row])
         own = Draw(*(float(t[row]) for t in (temperature, p)), int(k[row]), floors[row], seed)
-        assert scheduling.draw_token(logits[row].numpy(), own, step) == drawn[row], row
+        assert draw_token(logits[row].numpy(), own, step) == drawn[row], row
         assert uniform(seed, step, np.arange(V)).tolist() == numbers[row].tolist()
 
 
 @interpreted
 def test_rows_that_no_token_is_left_of_or_that_are_not_finite_are_told():
     """Also where the mask forbids what is not finite."""
-    from kernels.triton.common import Workspace
-    from kernels.triton.sampling import sample as sampling
-
     each = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 40, 0.9), (1.0, 0, 1.0), (0.0, 0, 1.0)]
     floors = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0]).log()
     edits = replace(edits_of(5), mask_rows=torch.zeros(5, dtype=torch.int32))
@@ -269,9 +230,6 @@ def test_rows_that_no_token_is_left_of_or_that_are_not_finite_are_told():
 
 @interpreted
 def test_more_rows_than_the_workspace_holds():
-    from kernels.triton.common import Workspace
-    from kernels.triton.sampling.sample import HEAD, HELD, sample
-
     arguments, size = rows(*EACH[:7]), HEAD.value + 2 + HELD
     wanted = sample(*arguments, Workspace.on("cpu"))
     for elements, tiles in ((2 * size, 64), (6 * size, 64), (1 << 24, 2)):
@@ -282,9 +240,6 @@ def test_more_rows_than_the_workspace_holds():
 
 @interpreted
 def test_what_does_not_fit_is_refused():
-    from kernels.triton.common import Workspace
-    from kernels.triton.sampling.sample import sample
-
     workspace, arguments = Workspace.on("cpu", 1 << 10, 64), rows(*EACH[:2])
     for i, t, message in (
         (0, arguments[0].t(), r"needed is float \[B, V\], contiguous"),
@@ -300,9 +255,6 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize("capability", [80, 89, pytest.param(90, marks=pytest.mark.every_triton)])
 @compiled
 def test_compiled(capability):
-    from kernels.triton.common import Workspace
-    from kernels.triton.sampling.sample import sample
-
     arguments = rows(*EACH)
     kind = torch.float32 if capability == 90 else torch.bfloat16
     logits = torch.zeros(len(EACH), 128256, dtype=kind)
@@ -317,9 +269,6 @@ def test_compiled(capability):
 
 @interpreted
 def test_rows_that_are_not_finite_are_told():
-    from kernels.triton.common import Workspace
-    from kernels.triton.sampling import sample as sampling
-
     each = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 40, 0.9), (1.0, 0, 0.5)]
     for bad in (torch.nan, -torch.nan, torch.inf):
         logits, *rest = rows(*each)

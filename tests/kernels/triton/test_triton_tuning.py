@@ -1,7 +1,5 @@
 """Which tile is chosen: the device's table, else a rule whose tiles always fit."""
 
-from __future__ import annotations
-
 import itertools
 import json
 
@@ -10,6 +8,9 @@ import torch
 
 import kernels.bench.tune as tune
 import kernels.triton.tuning as tuning
+from kernels.bench.command import parse_tune
+from kernels.bench.shapes import TUNED, TUNED_ATTENTION, TUNED_PROMPTS
+from kernels.triton import common
 from kernels.triton.tuning import (
     KVSplit,
     PrefillTile,
@@ -78,11 +79,6 @@ def test_sums_of_candidates_fit_in_a_workspace(family, processors, monkeypatch):
 @pytest.mark.parametrize("capability", [80, 89, 90, 120])
 def test_what_is_measured_is_what_is_read(capability, tmp_path, monkeypatch):
     """Of the families that the device has."""
-    pytest.importorskip("triton")
-    from kernels.bench.command import parse_tune
-    from kernels.bench.shapes import TUNED, TUNED_ATTENTION, TUNED_PROMPTS
-    from kernels.triton import common
-
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     monkeypatch.setattr(common, "capability", lambda: capability)
     asked = []

@@ -1,7 +1,5 @@
 """Tritons from the oldest to the newest: kernels compile, and what one refuses has a plain twin."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -12,8 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+from triton.errors import TritonError
 
 from kernels.cpu.native import cache_folder
+from kernels.triton import versions
+from kernels.triton.attention.decode import decode_attention
+from kernels.triton.attention.prefill import prefill_attention
+from kernels.triton.common import Workspace
+from kernels.triton.linear.w4a16 import pack_w4a16
+from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.tuning import KVSplit, PrefillTile, Tile
+from tests.kernels.triton.test_triton_compiled import make_inputs, make_pool
 from tests.kernels.triton_lab import building_for, compiled
 
 ROOT = Path(__file__).parents[3]
@@ -43,8 +51,6 @@ def installed(version: str) -> Path:
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_kernels_compile_under_the_oldest_and_the_newest(version):
     """Those marked: every Gluon kernel, and one of each family of plain ones."""
-    import triton
-
     if triton.__version__.startswith(version.rpartition(".")[0]):
         pytest.skip("is the one that is installed, which all tests run under")
     path = os.pathsep.join([str(ROOT), str(installed(version)), os.environ.get("PYTHONPATH", "")])
@@ -63,16 +69,12 @@ def test_kernels_compile_under_the_oldest_and_the_newest(version):
 @pytest.fixture
 def unknown(monkeypatch):
     """A Triton that came after those tested, and that has refused nothing so far."""
-    from kernels.triton import versions
-
     monkeypatch.setattr(versions.triton, "__version__", "4.1.0")
     monkeypatch.setattr(versions, "_refused", set())
     return versions
 
 
 def test_what_an_unknown_triton_refuses_is_not_tried_again(unknown):
-    from triton.errors import TritonError
-
     tried = []
 
     def refuse():
@@ -100,15 +102,6 @@ def test_a_tested_triton_does_not_hide_an_error(unknown, monkeypatch):
 
 @compiled
 def test_attention_falls_back_to_the_plain_kernels():
-    from triton.errors import TritonError
-
-    from kernels.triton import versions
-    from kernels.triton.attention.decode import decode_attention
-    from kernels.triton.attention.prefill import prefill_attention
-    from kernels.triton.common import Workspace
-    from kernels.triton.tuning import KVSplit, PrefillTile
-    from tests.kernels.triton.test_triton_compiled import make_inputs, make_pool
-
     q, workspace = torch.zeros(2, 32, 128).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
     inputs = make_inputs(make_pool(torch.int8, 1), torch.arange(3))
     with pytest.MonkeyPatch.context() as patch:
@@ -131,12 +124,6 @@ def test_attention_falls_back_to_the_plain_kernels():
 
 @compiled
 def test_linear_layers_fall_back_to_the_plain_kernels():
-    from kernels.triton import versions
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.linear.w8a8 import pack_w8a8
-    from kernels.triton.tuning import Tile
-
     workspace, many = Workspace.on("cpu", 1 << 20, 64), Tile(128, 128, 1, 4, 8, True)
     q, x = (torch.zeros(n, 1024, dtype=torch.int8) for n in (512, 200))
     eight, four = pack_w8a8(q, torch.ones(512)), pack_w4a16(q, torch.ones(512, 8))

@@ -1,13 +1,19 @@
 """4-bit weights times many rows on Hopper, without a GPU: what is compiled, who does what."""
 
-from __future__ import annotations
-
 from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
 
+from kernels.triton.common import Workspace
+from kernels.triton.linear import w4a8, w4a16
+from kernels.triton.linear.hopper import runs as runs_gluon
+from kernels.triton.linear.hopper import w4_launch
+from kernels.triton.linear.hopper.w4_launch import division, rule
+from kernels.triton.linear.w4a8 import pack_w4a8
+from kernels.triton.linear.w4a16 import pack_w4a16
+from kernels.triton.tuning import Tile
 from tests.kernels.triton_lab import SHARED, assembler_says, building_for, compiled, interpreted
 
 
@@ -22,11 +28,6 @@ def ordinary(outputs: int, groups: int) -> torch.Tensor:
 )
 @compiled
 def test_weights_go_through_registers_and_products_do_not_wait(family):
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.tuning import Tile
-
     workspace = Workspace.on("cpu", 1 << 16, 64)
     q, scale = torch.zeros(512, 1024, dtype=torch.int8), ordinary(512, 8)
     bias, x = torch.zeros(512), torch.zeros(200, 1024, dtype=torch.int8)
@@ -70,10 +71,6 @@ def test_weights_go_through_registers_and_products_do_not_wait(family):
 )
 @compiled
 def test_sums_of_two_levels_stay_in_the_tensor_cores(tile, groups, result):
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.tuning import Tile
-
     workspace = Workspace.on("cpu", 1 << 16, 64)
     q, x = torch.zeros(512, 1024, dtype=torch.int8), torch.zeros(200, 1024, dtype=torch.int8)
     weight = pack_w4a8(q, torch.arange(groups).expand(512, groups) % 16 + 1.0, torch.zeros(512))
@@ -110,9 +107,6 @@ class Program:
 )
 @compiled
 def test_every_group_of_every_tile_is_summed_once(tiles, groups, processors, splits):
-    from kernels.triton.linear.hopper import runs as runs_gluon
-    from kernels.triton.linear.hopper.w4_launch import division
-
     programs, cut, share = division(tiles, groups, processors, splits)
     assert programs <= processors
     sizes = (1, 64, tiles, groups, cut, share)
@@ -137,10 +131,6 @@ def test_every_group_of_every_tile_is_summed_once(tiles, groups, processors, spl
 @compiled
 def test_a_workspace_holds_what_is_left_of_the_longest_prompts():
     """Tiles that are not cut, however many, take no place."""
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.hopper import w4_launch
-    from kernels.triton.linear.w4a8 import pack_w4a8
-
     rows, outputs = 1 << 15, 128 * 129
     tile = w4_launch.rule("w4a8", 132, rows, outputs)
     assert tile.splits > 1
@@ -159,8 +149,6 @@ def test_a_workspace_holds_what_is_left_of_the_longest_prompts():
 @pytest.mark.parametrize("outputs", [64, 128, 4096, 6144, 28672])
 @compiled
 def test_the_rule_gives_tiles_that_fit(family, rows, outputs):
-    from kernels.triton.linear.hopper.w4_launch import rule
-
     tile = rule(family, 132, rows, outputs)
     if outputs == 64 or rows == 1:
         assert tile is None
@@ -176,10 +164,6 @@ def test_the_rule_gives_tiles_that_fit(family, rows, outputs):
 
 @interpreted
 def test_other_devices_and_weights_get_the_other_kernels():
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear import w4a8, w4a16
-    from kernels.triton.tuning import Tile
-
     workspace = Workspace.on("cpu", 1 << 16, 64)
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(-8, 8, (64, 256), generator=generator, dtype=torch.int8)

@@ -1,13 +1,18 @@
 """W8A8 times many rows on Hopper, without a GPU: what is compiled, which tiles, who gets which."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+from kernels.triton.common import Workspace, library_scales
+from kernels.triton.linear import w8a8
+from kernels.triton.linear import weight as weight_module
+from kernels.triton.linear.hopper import w8 as w8_gluon
+from kernels.triton.linear.hopper.w8_launch import many_rows_rule
+from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.tuning import Tile
 from tests.kernels.triton_lab import SHARED, assembler_says, building_for, compiled, interpreted
 
 FP8 = torch.float8_e4m3fn
@@ -31,10 +36,6 @@ FP8 = torch.float8_e4m3fn
 def test_both_operands_stay_in_shared_memory_and_products_do_not_wait(
     storage, result, tile, inputs
 ):
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear.w8a8 import pack_w8a8
-    from kernels.triton.tuning import Tile
-
     workspace = Workspace.on("cpu", 1 << 20, 64)
     q, x = (torch.zeros(n, inputs, dtype=torch.int8).to(storage) for n in (512, 200))
     weight = pack_w8a8(q, torch.ones(512), torch.zeros(512))
@@ -59,8 +60,6 @@ def test_both_operands_stay_in_shared_memory_and_products_do_not_wait(
 @pytest.mark.parametrize("outputs", [64, 96, 192, 128, 4096, 6144, 28672])
 @compiled
 def test_the_rule_gives_tiles_that_fit(rows, outputs):
-    from kernels.triton.linear.hopper.w8_launch import many_rows_rule
-
     for long in (False, True):
         tile = many_rows_rule(132, rows, outputs, long)
         if rows <= 64 or outputs == 96:
@@ -75,8 +74,6 @@ def test_the_rule_gives_tiles_that_fit(rows, outputs):
 @pytest.mark.parametrize(("row_tiles", "columns"), [(1, 5), (16, 3), (37, 4)])
 @compiled
 def test_programs_take_every_tile_once_band_by_band(row_tiles, columns):
-    from kernels.triton.linear.hopper import w8 as w8_gluon
-
     tiles, programs, found = row_tiles * columns, 4, {}
     sizes = (row_tiles, columns * 128, tiles, 8)
     for number in range(programs):
@@ -109,9 +106,6 @@ def test_programs_take_every_tile_once_band_by_band(row_tiles, columns):
 @compiled
 def test_fp8_goes_to_the_library_where_it_gives_the_type(capability, cuda, all_types):
     """Elsewhere torch refuses fp32, and writes bf16 in the place of fp16; it has no blocks."""
-    from kernels.triton.common import library_scales
-    from kernels.triton.linear import w8a8
-
     many, device = capability == (9, 0), torch.device("cuda")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -133,11 +127,6 @@ def test_fp8_goes_to_the_library_where_it_gives_the_type(capability, cuda, all_t
 
 @interpreted
 def test_other_devices_get_the_kernel_for_few_rows_and_what_does_not_fit_is_refused():
-    from kernels.triton.common import Workspace
-    from kernels.triton.linear import w8a8
-    from kernels.triton.linear import weight as weight_module
-    from kernels.triton.tuning import Tile
-
     workspace = Workspace.on("cpu", 1 << 20, 64)
     generator = torch.Generator().manual_seed(0)
     q, x = (

@@ -1,10 +1,15 @@
 """Weights with scales of groups and zero points: in the interpreter and compiled, every kind."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
+import kernels.reference as reference
+import kernels.triton.reference as twins
+from kernels.triton.common import Workspace
+from kernels.triton.linear.w4a8 import pack_w4a8
+from kernels.triton.linear.w4a16 import pack_w4a16
+from kernels.triton.linear.w8a16 import pack_w8a16
+from kernels.triton.tuning import Tile
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 OUTPUTS, INPUTS = 128, 256
@@ -24,8 +29,6 @@ def random(bits: int, group: int, zeros: bool, outputs: int = OUTPUTS, inputs: i
 
 
 def make_workspace():
-    from kernels.triton.common import Workspace
-
     return Workspace.on("cpu", 1 << 18, 64)
 
 
@@ -37,11 +40,6 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize(("group", "zeros"), KINDS)
 @interpreted
 def test_weight_only(bits, group, zeros):
-    import kernels.triton.reference as twins
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.linear.w8a16 import pack_w8a16
-    from kernels.triton.tuning import Tile
-
     pack = pack_w4a16 if bits == 4 else pack_w8a16
     q, scale, zero = random(bits, group, zeros)
     bias, x = torch.randn(OUTPUTS), torch.randn(3, INPUTS).half()
@@ -60,10 +58,6 @@ def test_weight_only(bits, group, zeros):
 @pytest.mark.parametrize(("group", "zeros"), KINDS)
 @interpreted
 def test_every_weight_comes_back(bits, group, zeros):
-    import kernels.triton.reference as twins
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.linear.w8a16 import pack_w8a16
-
     pack = pack_w4a16 if bits == 4 else pack_w8a16
     q, scale, zero = random(bits, group, zeros)
     scale = scale.half()
@@ -74,10 +68,6 @@ def test_every_weight_comes_back(bits, group, zeros):
 @pytest.mark.parametrize(("group", "zeros"), KINDS)
 @interpreted
 def test_w4a8(group, zeros):
-    import kernels.triton.reference as twins
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.tuning import Tile
-
     q, scale, zero = random(4, group, zeros)
     bias, own = torch.randn(OUTPUTS), torch.rand(3, 1)
     x = torch.randint(-127, 128, (3, INPUTS), dtype=torch.int8)
@@ -109,10 +99,6 @@ def two_levels(group: int, outputs: int = OUTPUTS, inputs: int = INPUTS):
 )
 @interpreted
 def test_w4a8_of_two_levels_equals_its_twin_bit_for_bit(group, dtype):
-    import kernels.reference as reference
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.tuning import Tile
-
     for inputs in (INPUTS, 512, 640, group):
         if inputs % max(group, 128):
             continue
@@ -135,8 +121,6 @@ def test_w4a8_of_two_levels_equals_its_twin_bit_for_bit(group, dtype):
 
 @interpreted
 def test_other_scales_are_not_of_two_levels():
-    from kernels.triton.linear.w4a8 import pack_w4a8
-
     q, scale, _, m = two_levels(64)
     assert pack_w4a8(q, scale).unit is not None
     zero = torch.zeros_like(m, dtype=torch.int8)
@@ -151,10 +135,6 @@ def test_other_scales_are_not_of_two_levels():
 
 @interpreted
 def test_what_does_not_fit_is_refused():
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.linear.w8a16 import pack_w8a16
-
     q, scale, zero = random(4, 64, True)
     for pack in (pack_w4a16, pack_w4a8, pack_w8a16):
         for groups in (3, 16):
@@ -180,11 +160,6 @@ def test_what_does_not_fit_is_refused():
 @compiled
 def test_compiled(capability):
     """Operands through registers alone: no shuffles of bytes, nothing stored but the result."""
-    from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.linear.w8a16 import pack_w8a16
-    from kernels.triton.tuning import Tile
-
     hopper, workspace = capability == 90, make_workspace()
     product = r"wgmma\.mma_async\S*{}" if hopper else r"mma\.sync\S*{}"
     few, many = (Tile(128, 16, 1, 5), Tile(128, 64, 1, 4)) if hopper else [Tile(64, 16, 1, 3)] * 2
@@ -199,19 +174,15 @@ def test_compiled(capability):
         ("bf16", lambda w: w.run(wide, None, workspace, tile=few), weight(pack_w4a16, 128, True)),
         ("bf16", lambda w: w.run(wide, None, workspace, tile=few), weight(pack_w8a16, 1024, True)),
         ("f16", lambda w: w.run(half, None, workspace, tile=many), weight(pack_w8a16, 1024, False)),
-        ("s8", lambda w: w.run(integers, one, workspace, tile=few),
-         weight(pack_w4a8, 64, True)),
-        ("s8", lambda w: w.run(integers, one, workspace, tile=few),
-         pack_w4a8(*two_levels(128, 256, 1024)[:2])),
+        ("s8", lambda w: w.run(integers, one, workspace, tile=few), weight(pack_w4a8, 64, True)),
+        ("s8", lambda w: w.run(integers, one, workspace, tile=few), pack_w4a8(*two_levels(128, 256, 1024)[:2])),
     ]  # fmt: skip
     if hopper:
         calls += [
-            ("s8", lambda w: w.run(integers, one, workspace, tile=few),
-             pack_w4a8(*two_levels(32, 256, 1024)[:2])),
+            ("s8", lambda w: w.run(integers, one, workspace, tile=few), pack_w4a8(*two_levels(32, 256, 1024)[:2])),
             ("f16", lambda w: w.run(half, None, workspace, tile=few), weight(pack_w4a16, 64, True)),
             ("f16", lambda w: w.run(half, None, workspace, tile=many), weight(pack_w4a16, 64, False)),
-            ("s8", lambda w: w.run(integers, one, workspace, tile=few),
-             weight(pack_w4a8, 32, False)),
+            ("s8", lambda w: w.run(integers, one, workspace, tile=few), weight(pack_w4a8, 32, False)),
             ("", lambda w: w.dequantize(torch.float16), weight(pack_w4a16, 32, True)),
             ("", lambda w: w.dequantize(torch.bfloat16), weight(pack_w8a16, 64, True)),
         ]  # fmt: skip

@@ -1,7 +1,5 @@
 """Faults that a certificate must find, planted in copies of a model or of a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Statistics of certificates: against scipy, and by simulation of models that are no worse."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

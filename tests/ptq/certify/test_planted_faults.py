@@ -5,8 +5,6 @@ one safetensors file, head and embedding shared; `PTQ_REAL_RUN` the output of it
 Without them there is nothing to test.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

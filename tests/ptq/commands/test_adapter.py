@@ -1,7 +1,5 @@
 """`--adapter`: what is quantized or converted is the model with the adapter merged in."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The `ptq` command dispatches, stays light, and refuses another project's packages."""
 
-from __future__ import annotations
-
 import importlib.util
 import resource
 import subprocess
@@ -34,6 +32,28 @@ def test_an_unknown_command_gets_a_guess(found, meant, capsys):
     assert cli.main([found]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: no command {found!r}; did you mean {meant!r}? allowed: run, ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "predict ./no/such --prompt hi",
+        "chat ./no/such",
+        "serve ./no/such",
+        "eval ./no/such --tasks local",
+        "eval recipes/tiny-python --against ./no/such --tasks local",
+        "certify ./no/such",
+        "certify recipes/tiny-python --against ./no/such",
+        "inspect ./no/such",
+        "convert ./no/such out --to gptq",
+        "bench ./no/such",
+        "bench recipes/tiny-python --against ./no/such",
+        "quantize ./no/such --scheme a8w8",
+    ],
+)
+def test_every_command_knows_a_path_from_a_name_on_the_hub(words, capsys):
+    assert cli.main(words.split()) == 2
+    assert "/no/such: no such folder; give the folder" in capsys.readouterr().err
 
 
 def test_arguments_and_exit_code_pass_through(monkeypatch):

@@ -1,7 +1,5 @@
 """What explains and compares: recipes step by step, two recipes, two checkpoints, several runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Help, wrong arguments and wrong recipes answer at once: nothing heavy is imported for them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

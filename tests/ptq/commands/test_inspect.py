@@ -1,7 +1,5 @@
 """The inspect command on float, quantized and foreign checkpoints."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -17,8 +15,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from ptq.commands import inspect as command
 from ptq.commands import run
-from ptq.report.inspection import describe, inspect
-from ptq.report.outliers import outlier_row, weight_outliers
+from ptq.report.inspection import describe, inspect, outlier_row, weight_outliers
 
 
 @pytest.fixture(scope="module")

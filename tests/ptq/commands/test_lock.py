@@ -1,7 +1,5 @@
 """A second command on an output folder at work is refused at once, whichever command it is."""
 
-from __future__ import annotations
-
 import pytest
 
 import ptq

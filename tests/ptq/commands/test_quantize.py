@@ -1,7 +1,5 @@
 """`ptq quantize`: a model and a scheme in the place of a recipe, from the shell and from Python."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

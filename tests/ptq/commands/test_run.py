@@ -1,7 +1,5 @@
 """`ptq run` and `ptq check`: order of work, exit codes, what is printed and what is refused."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from pathlib import Path

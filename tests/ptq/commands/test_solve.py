@@ -1,7 +1,5 @@
 """Solving again from a run's statistics gives what a run of its own would give."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from dataclasses import replace
@@ -31,13 +29,7 @@ from ptq.plan import footprint
 from ptq.plan.plan import build_plan
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import ModelSpec, ObserversSpec, OutputSpec, StatisticsSpec
-from tests.ptq.quantizing import (
-    add_outliers,
-    edit_model,
-    make_plan,
-    observed_work,
-    random_tokens,
-)
+from tests.ptq.quantizing import add_outliers, edit_model, make_plan, observed_work, random_tokens
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

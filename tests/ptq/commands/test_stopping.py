@@ -1,7 +1,5 @@
 """What is told of a run that was stopped: by Ctrl-C, by SIGTERM, by a full disk; and of the next."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

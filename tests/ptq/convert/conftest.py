@@ -1,7 +1,5 @@
 """Quantized tiny Llamas and their conversions, made once for all tests of conversions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

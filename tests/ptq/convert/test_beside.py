@@ -1,7 +1,5 @@
 """A recipe that asks for a .gguf file: beside the checkpoint, with what `ptq convert` makes of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The convert command on tiny models: every target and back, notes, refusals, interruptions."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -16,11 +14,11 @@ from formats.errors import CheckpointError
 from formats.foreign.gptq import dequantize_gptq
 from formats.stored.safetensors_files import INDEX, open_weights
 from formats.stored.weights import StoredWeight
-from kernels.numerics import dequantize
 from ptq.commands import convert as command
 from ptq.convert.convert import convert, describe
 from tests.conftest import write_quantized
 from tests.ptq.convert.conftest import SCHEMES
+from tests.ptq.convert.foreign_folders import values
 
 CASES = [
     *((preset, target) for preset in ("w4", *SCHEMES) for target in ("gptq", "gptq_v2")),
@@ -37,12 +35,6 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 def config_of(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_bytes())
-
-
-def values(checkpoint: Checkpoint, module: str) -> Tensor:
-    weight, spec = checkpoint.weight(module), checkpoint.scheme.weights
-    assert spec is not None
-    return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
 
 
 def require_weights(found: StoredWeight, wanted: StoredWeight) -> None:

@@ -1,7 +1,5 @@
 """Any checkpoint as a float model: the values, what is told, what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -12,17 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
-from kernels.numerics import dequantize
 from ptq.commands import convert as command
 from ptq.convert.convert import convert
+from tests.ptq.convert.foreign_folders import values
 
 UP = "model.layers.1.mlp.up_proj"
-
-
-def values(checkpoint: Checkpoint, module: str) -> torch.Tensor:
-    weight, spec = checkpoint.weight(module), checkpoint.scheme.weights
-    assert spec is not None
-    return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
 
 
 @pytest.mark.parametrize(

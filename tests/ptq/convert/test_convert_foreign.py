@@ -1,7 +1,5 @@
 """Folders of bitsandbytes and neural-compressor, and PaddleNLP's tables, as checkpoints of ours."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

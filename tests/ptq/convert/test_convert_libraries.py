@@ -1,7 +1,5 @@
 """Through the real libraries, where they are installed: their files in, ours to them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

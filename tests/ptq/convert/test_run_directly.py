@@ -1,7 +1,5 @@
 """Folders of other software run as they are, with the numbers of the converted checkpoint."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -17,7 +15,6 @@ from formats.errors import CheckpointError
 from formats.foreign.folder import ForeignFolder
 from formats.scheme import PRESETS
 from inference.engine import Engine
-from kernels.numerics import dequantize
 from ptq.cli import main
 from ptq.convert.convert import convert
 from tests.families import distance
@@ -35,6 +32,7 @@ from tests.ptq.convert.foreign_folders import (
     make_folder,
     nf4_layer,
     turn_inputs,
+    values,
 )
 
 IDS = list(range(3, 40))
@@ -51,12 +49,6 @@ CASES = [
 
 def logits(folder: Path) -> Tensor:
     return Engine.from_pretrained(folder).score(IDS)
-
-
-def values(checkpoint: Checkpoint, module: str) -> Tensor:
-    weight, spec = checkpoint.weight(module), checkpoint.scheme.weights
-    assert spec is not None
-    return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
 
 
 def by_hand(tensors: dict[str, Tensor], module: str) -> Tensor:

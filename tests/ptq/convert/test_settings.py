@@ -1,7 +1,5 @@
 """Settings of other software: in files of their own, and of several kinds of layers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Weights of compressed-tensors that no kernel takes, and fp8 by whatever names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

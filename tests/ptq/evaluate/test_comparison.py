@@ -1,7 +1,5 @@
 """Two models compared by several workers: the figures of one, failures named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,6 @@
 """Tasks of lm-eval on our engine: equal to transformers', and told beside another model's."""
 
-from __future__ import annotations
-
+import errno
 import json
 from copy import deepcopy
 from itertools import islice
@@ -13,13 +12,12 @@ from lm_eval.tasks import TaskManager
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
-from formats.errors import RequestError
+from formats.errors import EngineError, RequestError
 from inference.config import EngineConfig
 from inference.engine import Engine
 from ptq import cli
 from ptq.evaluate import evaluation, local_tasks
-from ptq.evaluate.engine_lm import EngineLM, sampling_params
-from ptq.evaluate.evaluation import _expanded, _task, evaluate
+from ptq.evaluate.evaluation import EngineLM, _expanded, _task, evaluate, sampling_params
 from ptq.evaluate.figures import Metric, recovery
 from ptq.evaluate.local_tasks import FUNCTIONS, passes
 from ptq.recipe.own_model import shipped_paths
@@ -207,6 +205,17 @@ def test_data_that_cannot_be_had_are_refused_by_their_task(engine, monkeypatch):
     monkeypatch.setattr(evaluation, "simple_evaluate", unreachable)
     with pytest.raises(RequestError, match=r"needle: its data cannot be had \(Couldn't reach"):
         evaluate(engine, ["needle"], progress=False)
+
+
+def test_what_this_machine_lacks_is_not_said_to_be_the_hubs(engine, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", "/cache/datasets")
+
+    monkeypatch.setattr(evaluation, "simple_evaluate", full)
+    with pytest.raises(EngineError, match=r"needle: .*No space left.*/cache/datasets") as error:
+        evaluate(engine, ["needle"], progress=False)
+    assert "hub" not in str(error.value)
+    assert "network" not in str(error.value)
 
 
 def test_recovery_is_of_paired_items():

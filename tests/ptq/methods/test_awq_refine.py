@@ -1,7 +1,5 @@
 """AWQ's factors, and refinement by gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every way to quantize the cache, from calibration to the engine."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

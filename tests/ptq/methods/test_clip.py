@@ -1,7 +1,5 @@
 """Clipping of static inputs by the error of the block's output."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What rounding with feedback is expected to cost, beside what it costs once it is solved for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

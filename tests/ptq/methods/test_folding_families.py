@@ -1,7 +1,5 @@
 """What methods fold into a model of any declared family leaves its function as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

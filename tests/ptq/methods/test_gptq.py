@@ -1,7 +1,5 @@
 """GPTQ: the algorithm against its definition, and what it does where it cannot work."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """HQQ lowers the l_p norm of what rounding loses, block by block, and stores what it found."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

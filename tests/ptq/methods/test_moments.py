@@ -1,7 +1,5 @@
 """Second moments: half of the product is all of it; and what is measured with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

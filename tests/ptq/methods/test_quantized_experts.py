@@ -1,7 +1,5 @@
 """Mixtures of experts through plan and driver: routing as it was, one strength, shared Hessians."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

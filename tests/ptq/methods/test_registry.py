@@ -1,7 +1,5 @@
 """Methods are found by their files, and what a recipe may say of them is known without torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rotation: Hadamard matrices, the same function in another basis, and what it does to outliers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
-from formats.hadamard import hadamard_matrix, random_rotation
-from formats.residual_rotation import rotation_seeds
+from formats.residual_rotation import hadamard_matrix, random_rotation, rotation_seeds
 from formats.scheme import PRESETS
 from inference.engine import Engine
 from ptq.methods.gptq import GPTQSpec

@@ -1,7 +1,5 @@
 """Scales of weights: what each search promises."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

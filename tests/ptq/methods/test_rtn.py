@@ -1,7 +1,5 @@
 """Rounding to nearest, and the pieces that every method shares."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Shift: V is centred, the function stays, and families without biases are told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """K smoothing: factors that keep the function and spare the cache its outliers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

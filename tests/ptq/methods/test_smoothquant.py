@@ -1,7 +1,5 @@
 """SmoothQuant: the equation, folding without loss, and a search that keeps what is better."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

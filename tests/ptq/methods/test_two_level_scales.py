@@ -1,7 +1,5 @@
 """Scales of two levels, from the recipe to the checkpoint that runs."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Rounding against the model's KL: never worse than GPTQ in that metric, for every scheme."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

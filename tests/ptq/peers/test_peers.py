@@ -1,7 +1,5 @@
 """Peers: a stand-in through the real worker, all the ways to fail, recipes, checks, the command."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -24,13 +22,7 @@ from inference.bench.peers.process import installed
 from inference.engine import Engine
 from ptq.commands import compare as runs
 from ptq.commands import peers as command
-from ptq.peers.measure import (
-    PeerRow,
-    PeersRecord,
-    measure_peers,
-    peer_process,
-    without_folders,
-)
+from ptq.peers.measure import PeerRow, PeersRecord, measure_peers, peer_process, without_folders
 from ptq.plan.plan import build_plan
 from ptq.recipe.peers import JOB_NEEDS, QUANTIZERS, PeerChoice, Quantizer
 from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
@@ -72,13 +64,13 @@ def quantize(job):
 SENDS = """\
 import os, sys
 
-def quantize(job):
-    send = sys._getframe(1).f_locals["send"]
-    (out,) = (cell.cell_contents for cell in send.__closure__)
-    with open({frames!r}, "rb") as file:
-        out.write(file.read())
-    out.flush()
-    os._exit(0)
+frame = sys._getframe()  # before anything heavy is imported
+while "send" not in frame.f_locals:
+    frame = frame.f_back
+with open({frames!r}, "rb") as file:
+    frame.f_locals["out"].write(file.read())
+frame.f_locals["out"].flush()
+os._exit(0)
 """
 
 

@@ -1,7 +1,5 @@
 """What a run will hold, before it starts: memory and room on the disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

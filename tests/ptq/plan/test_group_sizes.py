@@ -1,7 +1,5 @@
 """Sizes that 128 does not divide: each layer has the largest groups that fit it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Schemes of single layers, from the recipe to the engine."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

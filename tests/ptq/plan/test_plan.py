@@ -1,7 +1,5 @@
 """The plan of a run, and what is looked for before it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a plan makes of the layers that predict further tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from formats.checkpoint.read import Checkpoint

@@ -1,7 +1,5 @@
 """Recipes whose model is on the hub: pinned to a commit, they repeat the run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`layers` of a recipe: what is accepted, what is refused, and what the plan makes of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from formats.errors import RecipeError
@@ -65,10 +63,7 @@ def test_the_resolved_recipe_says_the_same_and_nothing_where_there_are_none(tiny
             layers("['re:.*q_proj', 're:.*1.*up_proj'], scheme: a8w8_dynamic"),
             "layers.0.match: model.layers.1.mlp.gate_up_proj fuses layers",
         ),
-        (
-            layers("['re:.*'], scheme: a8w8_dynamic"),
-            "layers: leaves no layer to the scheme a8w8c8",
-        ),
+        (layers("['re:.*'], scheme: a8w8_dynamic"), "layers: leaves no layer to the scheme a8w8c8"),
         (
             layers("[re:.*down_proj], scheme: a8w8c8"),
             "layers.0.scheme.kv_cache: found a cache in the scheme of single layers",

@@ -1,7 +1,5 @@
 """Recipes are read strictly, resolved completely, and their resolved form repeats them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

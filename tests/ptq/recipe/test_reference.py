@@ -1,7 +1,5 @@
 """The page of recipe keys: what the models say, whole, and up to date."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

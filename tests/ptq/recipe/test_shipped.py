@@ -1,7 +1,5 @@
 """Shipped recipes are found by name from any folder, tell what they are for, and may be a base."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

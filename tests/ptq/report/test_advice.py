@@ -13,10 +13,10 @@ from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
 from ptq.report import advice
 from ptq.report.advice import advise, recipe_bits, shares_of, weakest
+from ptq.report.attribution import Attribution, Part
 from ptq.report.data import ReportData
 from ptq.report.known import Known, known_figures
-from ptq.report.measured.attribution import Attribution, Part
-from ptq.report.pages import answers, change_first, in_a_line, top_of
+from ptq.report.report import answers, change_first, in_a_line, top_of
 from ptq.report.verdict import verdict_of
 from tests.ptq.report.judging import thresholds
 

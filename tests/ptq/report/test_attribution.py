@@ -24,11 +24,16 @@ from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.found import FOUND_FILE
 from ptq.recipe.reading import load_recipe, resolved_yaml
 from ptq.recipe.schema import AttributionSpec
+from ptq.report import attribution
+from ptq.report.attribution import (
+    Attribution,
+    UnroundedCheckpoint,
+    attribute,
+    is_the_original,
+    references,
+)
 from ptq.report.measure import measure, spread
-from ptq.report.measured import attribution
-from ptq.report.measured.attribution import Attribution, attribute, references
-from ptq.report.measured.unrounded import UnroundedCheckpoint, is_the_original
-from ptq.report.pages import sections
+from ptq.report.report import sections
 from tests.experts import MOE
 from tests.older_families import write_older
 from tests.ptq.quantizing import make_plan, random_tokens

@@ -9,7 +9,7 @@ import pytest
 
 from ptq import cli
 from ptq.report.data import ReportData
-from ptq.report.pages import render_markdown, top_of
+from ptq.report.report import render_markdown, top_of
 from ptq.report.verdict import verdict_of
 from tests.ptq.report.conftest import RECIPE
 

@@ -12,7 +12,7 @@ from ptq.recipe.schema import AttributionSpec, ThresholdsSpec
 from ptq.report import measure as measuring
 from ptq.report.data import ReportData, check_known, failure
 from ptq.report.known import Known, known_figures, nearest, write_figures
-from ptq.report.pages import top_of
+from ptq.report.report import top_of
 from ptq.report.verdict import verdict_of
 from ptq.result import load_result
 from tests.ptq.quantizing import random_tokens
@@ -107,10 +107,11 @@ def test_four_bits_of_what_had_four_bits_tell_nothing_of_others(made):
     assert not row(scheme="w4").flattered
 
 
-def test_the_table_is_read_as_it_was_written(tmp_path):
+def test_the_table_is_read_as_it_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("ptq.report.known.TABLE", tmp_path / "t.csv")
     rows = (row(kl=0.01, weights=0.5), row(model="two", parameters=10**9, kl_low=0.01))
-    write_figures(reversed(rows), tmp_path / "t.csv")
-    assert known_figures(tmp_path / "t.csv") == rows
+    write_figures(reversed(rows))
+    assert known_figures() == rows
 
 
 def test_shipped_recipes_leave_the_verdict_to_what_is_known():

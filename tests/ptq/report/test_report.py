@@ -6,6 +6,7 @@ import base64
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -32,17 +33,22 @@ from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.peers import QUANTIZERS, Quantizer
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe, ThresholdsSpec
-from ptq.report import scatter
+from ptq.report import comparison
 from ptq.report.data import ReportData, check_thresholds, failure
+from ptq.report.generated import DraftPair
+from ptq.report.inspection import OutlierRow, distinct_inputs
 from ptq.report.measure import spread
-from ptq.report.measured.generated import DraftPair
-from ptq.report.outliers import OutlierRow, distinct_inputs
-from ptq.report.page.page import Table
-from ptq.report.pages import draw_plots, render_html, render_markdown, sections
+from ptq.report.page import Table
 from ptq.report.parts import accuracy as accuracy_part
-from ptq.report.parts.activations import READERS
-from ptq.report.parts.loss import grid_of
-from ptq.report.report import make_report, write_report
+from ptq.report.parts.loss import READERS, grid_of
+from ptq.report.report import (
+    draw_plots,
+    make_report,
+    render_html,
+    render_markdown,
+    sections,
+    write_report,
+)
 from ptq.report.verdict import summary_rows, verdict_of
 from ptq.result import load_result
 from tests.ptq.report.judging import thresholds
@@ -106,11 +112,28 @@ def test_a_run_that_keeps_its_thresholds_passes(made):
 def test_summary_rows_hold_both_models(made):
     head, *rows = made.summary_rows
     assert head == ("", "original", "quantized", "change")
-    names = [row[0] for row in rows]
+    names = [row[0].removesuffix(", loaded machine") for row in rows]
     assert names[:3] == ["weights", "cache per token", "perplexity"]
     assert names[-2:] == ["prefill tokens/s", "decode tokens/s"]
     assert all(len(row) == 4 for row in rows)
     assert rows[1][1:] == ("512 B", "256 B", "x 0.50")
+
+
+def test_speeds_measured_beside_other_work_are_marked(made):
+    speed = made.data.speed
+    assert speed.load_average >= 0
+    assert speed.cores == os.cpu_count()
+    for load, marked in ((None, False), (4.4, False), (4.6, True), (9, True)):
+        update = {"load_average": load, "cores": 4}
+        data = made.data.model_copy(update={"speed": speed.model_copy(update=update)})
+        rows = [row[0] for row in summary_rows(data)[-2:]]
+        ends = ", loaded machine" if marked else ""
+        assert rows == [f"prefill tokens/s{ends}", f"decode tokens/s{ends}"]
+        words = " ".join(Page(render_html(data, {})).words)
+        assert (f"load average {load or 0:.1f} on 4 cores" in words) is marked
+        assert f'"load_average": {json.dumps(load and float(load))}' in data.model_dump_json(
+            indent=1
+        )
 
 
 @pytest.mark.parametrize(
@@ -506,16 +529,16 @@ def test_what_has_a_logarithmic_axis_is_drawn_as_dots(made):
 
 def test_runs_that_none_beats_are_on_the_line():
     points = [(0.5, 0.03), (0.6, 0.01), (0.6, 0.02), (1.0, 0.01), (0.4, 0.1), (0.7, 0.05)]
-    assert scatter.pareto(points) == [(0.4, 0.1), (0.5, 0.03), (0.6, 0.01)]
+    assert comparison.pareto(points) == [(0.4, 0.1), (0.5, 0.03), (0.6, 0.01)]
 
 
 def test_labels_are_moved_apart_and_no_farther():
-    step = scatter.APART
-    assert scatter._moved_apart([0.1, 0.5]) == [0.1, 0.5]
-    low, middle, high = scatter._moved_apart([0.3, 0.3, 0.3])
+    step = comparison.APART
+    assert comparison._moved_apart([0.1, 0.5]) == [0.1, 0.5]
+    low, middle, high = comparison._moved_apart([0.3, 0.3, 0.3])
     assert (low, middle, high) == pytest.approx((0.3 - step, 0.3, 0.3 + step))
     crowd = [0.2 + 0.001 * i for i in range(20)]
-    moved = scatter._moved_apart(crowd)
+    moved = comparison._moved_apart(crowd)
     assert all(b - a > 0.999 * step for a, b in itertools.pairwise(moved))
     assert sum(moved) == pytest.approx(sum(crowd))
 
@@ -533,13 +556,13 @@ def test_other_tools_stand_at_the_size_of_runs_of_as_many_bits():
         {"run": "theirs", "scheme": "p 1", "methods": "int4, GPTQ", "kl": 0.05},
         {"run": "wide", "scheme": "p 1", "methods": "int8", "kl": 0.05},  # no run of ours has 8
     ]
-    points = list(scatter._points(pd.DataFrame(rows)))
+    points = list(comparison._points(pd.DataFrame(rows)))
     assert [(p.name, p.size, p.tool) for p in points] == [
         ("ours", 0.4, False),
         ("theirs (p 1)", 0.4, True),
-        ("wide (p 1)", scatter.UNKNOWN, True),
+        ("wide (p 1)", comparison.UNKNOWN, True),
     ]
-    assert scatter.draw(pd.DataFrame(rows)).count("<!-- theirs (p 1) -->") == 1
+    assert comparison.draw(pd.DataFrame(rows)).count("<!-- theirs (p 1) -->") == 1
 
 
 def test_the_plot_of_results_shows_every_recipe():

@@ -44,9 +44,10 @@ def test_the_readme_claims_what_was_measured():
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """An empty table, and a page with room for one model."""
+    """Empty tables, and a page with room for one model."""
     path = tmp_path / "measured.csv"
     monkeypatch.setattr(known, "TABLE", path)
+    monkeypatch.setattr(results, "CERTIFIED", tmp_path / "certified.csv")
     page = tmp_path / "RESULTS.md"
     monkeypatch.setattr(results, "PAGE", page)
     page.write_text("<!-- table: tiny-llama -->\n\nand more\n")

@@ -1,26 +1,24 @@
 """Choices of an option for each group, against all choices there are."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
 import pytest
 
-from ptq.search.frontier import Option, frontier
+from ptq.search.choice import frontier
 
 
-def drawn(seed: int, groups: int, options: int, most: int = 60) -> list[list[Option]]:
-    """Options of which the larger mostly cost less."""
+def drawn(seed: int, groups: int, options: int, most: int = 60) -> list[list[tuple[int, float]]]:
+    """Bytes and costs of options, of which the larger mostly cost less."""
     rng = random.Random(seed)
     sizes = [[rng.randint(1, most) for _ in range(rng.randint(1, options))] for _ in range(groups)]
-    return [[Option(f"{i}", n, rng.random() * most / n) for i, n in enumerate(s)] for s in sizes]
+    return [[(n, rng.random() * most / n) for n in size] for size in sizes]
 
 
 def every(groups):
     for choice in itertools.product(*map(range, map(len, groups))):
         taken = [options[i] for options, i in zip(groups, choice, strict=True)]
-        yield sum(o.nbytes for o in taken), sum(o.kl for o in taken)
+        yield sum(nbytes for nbytes, _ in taken), sum(kl for _, kl in taken)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -43,17 +41,16 @@ def test_points_tell_their_choice_and_none_beats_another():
     for i in range(len(found)):
         point = found.point(i)
         taken = [options[j] for options, j in zip(groups, point.choice, strict=True)]
-        assert point.nbytes == sum(option.nbytes for option in taken)
-        assert point.kl == pytest.approx(sum(option.kl for option in taken))
+        assert point.nbytes == sum(nbytes for nbytes, _ in taken)
+        assert point.kl == pytest.approx(sum(kl for _, kl in taken))
     points = [found.point(i) for i in range(len(found))]
     assert all(a.nbytes < b.nbytes and a.kl > b.kl for a, b in itertools.pairwise(points))
 
 
 def test_a_choice_off_the_convex_hull_is_found():
-    groups = [[Option("small", 1, 10.0), Option("middle", 6, 6.0), Option("large", 10, 0.0)]]
-    point = frontier(groups).best(9)
+    point = frontier([[(1, 10.0), (6, 6.0), (10, 0.0)]]).best(9)
     assert point is not None
-    assert groups[0][point.choice[0]].label == "middle"
+    assert point.choice == (1,)
 
 
 def test_a_thinned_front_loses_little_and_keeps_sums_exact():
@@ -68,11 +65,11 @@ def test_a_thinned_front_loses_little_and_keeps_sums_exact():
         assert exact is not None
         assert exact.nbytes <= rough.nbytes <= 1.02 * exact.nbytes
         taken = [options[j] for options, j in zip(groups, rough.choice, strict=True)]
-        assert rough.nbytes == sum(option.nbytes for option in taken)
+        assert rough.nbytes == sum(nbytes for nbytes, _ in taken)
 
 
 def test_a_budget_that_everything_meets_takes_the_smallest():
     groups = drawn(7, groups=4, options=3)
     point = frontier(groups).smallest(1e9)
     assert point is not None
-    assert point.nbytes == sum(min(option.nbytes for option in options) for options in groups)
+    assert point.nbytes == sum(min(options)[0] for options in groups)

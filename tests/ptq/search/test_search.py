@@ -1,7 +1,5 @@
 """A budget from recipe to checkpoint, on a tiny model: counted once, chosen, checked, repeated."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

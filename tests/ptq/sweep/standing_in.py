@@ -4,8 +4,6 @@
 `started` beside the output's folder tells each start.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

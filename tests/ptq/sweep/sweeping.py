@@ -1,15 +1,12 @@
 """Tasks for tests of sweeps, which run a stand-in for `ptq run`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import pytest
 
 from ptq.sweep import pools
-from ptq.sweep.spec import Resources
-from ptq.sweep.tasks import Task
+from ptq.sweep.tasks import Resources, Task
 
 STAND_IN = [sys.executable, str(Path(__file__).with_name("standing_in.py"))]
 

@@ -1,7 +1,5 @@
 """Sweeps on this machine: what runs at once, what fails, what goes on where it was."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

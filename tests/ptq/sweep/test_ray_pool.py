@@ -1,7 +1,5 @@
 """Sweeps on a Ray cluster of two nodes on this host, one of which is killed."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

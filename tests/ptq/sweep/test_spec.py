@@ -1,16 +1,13 @@
 """The file of a sweep: what it says, what is wrong with it, and the tasks that come of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from formats.errors import RecipeError
-from ptq.sweep import spec
-from ptq.sweep.spec import Resources, read_spec
-from ptq.sweep.tasks import plan_tasks
+from ptq.sweep import tasks
+from ptq.sweep.tasks import Resources, plan_tasks, read_spec
 
 SPEC = """\
 models: [tiny-python, {path: models/other, name: other}]
@@ -60,9 +57,9 @@ def test_each_recipe_is_a_task_on_each_model(folder):
 
 
 def test_the_example_of_the_docs_names_keys_that_there_are(folder):
-    text = dedent((spec.__doc__ or "").split("\n\n")[1]).replace("/models/mine", "models/other")
-    tasks = plan_tasks(read_spec(write(folder, text)), folder)
-    assert [task.recipe for task in tasks] == ["w8_rtn", "gptq_64"] * 2
+    text = dedent((tasks.__doc__ or "").split("\n\n")[1]).replace("/models/mine", "models/other")
+    planned = plan_tasks(read_spec(write(folder, text)), folder)
+    assert [task.recipe for task in planned] == ["w8_rtn", "gptq_64"] * 2
 
 
 @pytest.mark.parametrize(

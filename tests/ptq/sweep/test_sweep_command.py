@@ -1,7 +1,5 @@
 """`ptq sweep` with real runs: its table, what failed apart from it, and a second start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

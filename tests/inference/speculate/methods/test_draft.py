@@ -1,7 +1,5 @@
 """A draft model: no token changes, and what it drafts does not depend on what was cached when."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -18,11 +16,7 @@ from inference.scheduling.sequence import Sequence
 from inference.speculate.cached_tokens import CachedTokens
 from inference.speculate.chain import ChainProposer, Target
 from inference.speculate.methods.draft import draft_proposer
-from tests.inference.speculate.requests import (
-    request_count,
-    run_all,
-    some_requests,
-)
+from tests.inference.speculate.requests import request_count, run_all, some_requests
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
 PROMPTS = [[5 + i] * 45 + [9 + 3 * i] * i for i in range(4)]

@@ -1,7 +1,5 @@
 """EAGLE-3 heads: what they draft is what the trained network says, and no token changes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from typing import Literal

@@ -1,7 +1,5 @@
 """Layers for further tokens: what they draft is what transformers' block says, and nothing changes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Layers for further tokens after quantizing: rounded or kept, and drafts as good as before."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -25,8 +23,8 @@ from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import describe_plan
+from ptq.report.generated import DraftPair, measure_drafts
 from ptq.report.inspection import describe, inspect
-from ptq.report.measured.generated import DraftPair, measure_drafts
 from tests.adapters import write_adapter
 from tests.experts import rewrite
 from tests.fake_quantized import dequantized

@@ -19,7 +19,7 @@ from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
-from ptq.report.measured.generated import measure_drafts
+from ptq.report.generated import measure_drafts
 from tests.inference.speculate.methods.test_eagle import spied
 from tests.inference.speculate.methods.test_mtp import _published
 from tests.inference.speculate.requests import accepted, request_count, run_all, some_requests

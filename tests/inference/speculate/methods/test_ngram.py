@@ -1,7 +1,5 @@
 """Inference with reference: what is followed, and how it is found again behind a change."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

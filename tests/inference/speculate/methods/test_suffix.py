@@ -1,7 +1,5 @@
 """Suffix decoding: counts of what was served, and that its memory is bounded."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,10 +1,12 @@
 """Adapters of linear layers in Triton's interpreter against their twin; what they compile to."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kernels.triton.linear.lora import LoraStack, add_lora
+from kernels.triton.reference import add_lora_reference
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 PARTS = {1: (72,), 2: (40, 40), 3: (64, 24, 16)}
@@ -14,8 +16,6 @@ MIXED = [2, -1, 0, 2, 1, -1, 0, 2, 2, -1, -1, 0, 1, 2, 0, 0, -1, 1, 2, -1, 0]
 
 def make_stack(outputs, rank: int, inputs: int, dtype=torch.float16, slots: int = 3):
     """A stack whose slots hold adapters of this rank, and of smaller ones."""
-    from kernels.triton.linear.lora import LoraStack
-
     stack = LoraStack.empty(slots, outputs, rank, inputs, dtype, "cpu")
     stack.a.fill_(7.0)  # whoever comes next finds what another left
     stack.b.fill_(7.0)
@@ -41,9 +41,6 @@ def make_rows(kind: str, rows: int, inputs: int):
 
 def check(x, scales, slots, stack, y=None, **more) -> torch.Tensor:
     """The op's result, which is the twin's, with rows of no adapter as they were."""
-    from kernels.triton.linear.lora import add_lora
-    from kernels.triton.reference import add_lora_reference
-
     slots = torch.as_tensor(slots, dtype=torch.int32)
     if y is None:
         y = torch.randn(len(x), stack.b.shape[1]).to(stack.a.dtype)
@@ -118,8 +115,6 @@ def test_rows_that_are_parts_of_longer_ones_and_rows_of_other_lengths():
 @interpreted
 def test_a_row_has_its_bits_in_any_company(rows):
     """In any place, with any slots beside, cut into any ways; `invariant`, among any number."""
-    from dataclasses import replace
-
     torch.manual_seed(0)
     stack, slots = make_stack(PARTS[3], 16, 330), torch.tensor(MIXED * 4, dtype=torch.int32)[:rows]
     x, scales = make_rows("rows", rows, 330)
@@ -154,8 +149,6 @@ def test_more_slots_than_ways_and_slots_that_are_not_there():
 
 
 def test_rules_cut_products_evenly():
-    from kernels.triton.linear.lora import LoraStack
-
     for rank in (16, 32, 64, 128):
         for inputs in (64, 576, 4096, 14336):
             stack = LoraStack.empty(4, (4096,), rank, inputs, torch.bfloat16, "meta")
@@ -172,8 +165,6 @@ def test_rules_cut_products_evenly():
 
 @interpreted
 def test_what_does_not_fit_is_refused():
-    from kernels.triton.linear.lora import LoraStack, add_lora
-
     stack = make_stack(PARTS[2], 16, 64)
     x, y, slots = torch.zeros(3, 64).half(), torch.zeros(3, 80).half(), torch.zeros(3).int()
     for message, call in (
@@ -198,8 +189,6 @@ def test_what_does_not_fit_is_refused():
 @compiled
 def test_what_it_compiles_to(capability):
     """Tensor cores; loads of 16 bytes; nothing spilled; each kernel waits for the one ahead."""
-    from kernels.triton.linear.lora import LoraStack, add_lora
-
     for rank, outputs in ((16, (14336, 14336)), (128, (4096, 1024, 1024))):
         stack = LoraStack.empty(4, outputs, rank, 4096, torch.bfloat16, "cpu")
         for rows, dtype in ((16, torch.int8), (512, torch.bfloat16)):
