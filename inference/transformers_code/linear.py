@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from formats.errors import CheckpointError
@@ -209,6 +211,35 @@ class RoutedExperts(nn.ModuleList):
         for i in range(1, chosen.shape[1]):  # in order: a sum of torch's may take any
             y = y + outputs[:, i] * weights[:, i : i + 1]
         return y.to(x.dtype)
+
+
+class _ByLayer(TorchFunctionMode):
+    """Has a layer compute products with a weight of one shape."""
+
+    def __init__(self, layer: LinearLayer, shape: torch.Size) -> None:
+        super().__init__()
+        self._layer, self._shape = layer, shape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear or args[1].shape != self._shape:
+            return func(*args, **(kwargs or {}))
+        x, bias = args[0], (*args[2:], *(kwargs or {}).values(), None)[0]
+        y = self._layer(x.reshape(-1, x.shape[-1])).to(x.dtype).view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+
+def in_one_order(module: nn.Module, layer: LinearLayer) -> None:
+    """Have a backend's layer multiply in code that calls torch with a weight of its own.
+
+    So most routers do. torch sums as it likes for so many rows, the layer in one order.
+    """
+    own, shape = module.forward, module.get_parameter("weight").shape
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _ByLayer(layer, shape):
+            return own(*args, **kwargs)
+
+    module.forward = forward
 
 
 CHANGING = ("longrope", "dynamic")

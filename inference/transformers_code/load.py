@@ -23,8 +23,9 @@ from formats.modeling.found import is_linear
 from formats.modeling.load import load_own, materialize
 from formats.modeling.model import SideBySide, found_model, meta_model
 from formats.modeling.structure import Structure
+from formats.scheme import LayerScheme
 from inference.models.layers import LayerFactory, LinearLayer
-from inference.models.read import read_linear
+from inference.models.read import StoredLinear, read_linear
 from inference.transformers_code.attention import NAME, attend
 from inference.transformers_code.known import use_kernels
 from inference.transformers_code.linear import (
@@ -37,6 +38,7 @@ from inference.transformers_code.linear import (
     RoutedExperts,
     SharedInput,
     fix_frequencies,
+    in_one_order,
     takes_rows,
 )
 from inference.transformers_code.state import stand_in, state_shapes, states_of
@@ -206,10 +208,16 @@ class _Loader:
             device=self._factory.device,
             dtype=self._factory.dtype,
         )
-        for parent in list(self._model.modules()):
+        for path, parent in list(self._model.named_modules()):
             for name, part in list(parent.named_children()):
                 if isinstance(part, Experts):
                     setattr(parent, name, RoutedExperts(part))
+            weight = parent._parameters.get("weight")
+            product = weight is not None and weight.dim() == 2
+            if self._factory.same_bits and product and not isinstance(parent, nn.Embedding):
+                assert weight is not None
+                stored = StoredLinear([[path]], LayerScheme(), weight.data)
+                in_one_order(parent, self._factory.linear(stored))
 
     def _load_head(self) -> None:
         """The layer that gives logits; a tied embedding is its matrix where it is stored as one."""

@@ -111,6 +111,16 @@ def test_a_beginning_is_found_from_the_third_request_on(made):
         assert engine.stats().hit_tokens == hits
 
 
+@pytest.mark.parametrize("kind", ["jamba", "granitemoehybrid"])
+def test_routers_give_a_token_the_same_bits_in_any_company(made, kind):
+    """Their code calls torch, whose sums would depend on the number of rows."""
+    engine = engine_of(made(kind), prefix_cache=False, max_batched_tokens=300, max_batch_size=8)
+    prompts = [ids_of(n, seed=n) for n in (3, 64, 65, 100)]
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2)
+    together = [out.logprobs for out in engine.generate(prompts, params)]
+    assert together == [engine.generate([p], params)[0].logprobs for p in prompts]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_requests_are_each_as_alone(made, kind):
     """With chunks, hits, preemption, aborts and few snapshots."""
