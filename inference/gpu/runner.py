@@ -15,7 +15,6 @@ Without, the same tensors go through the same kernels one by one: the tokens are
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -235,7 +234,7 @@ class GpuRunner:
         places = len(batch.names)
         self._graphs = graphs and self._on_gpu and self._asks_nothing(decodes_of(places - 1))
         alone = self._graphs and ranks is None
-        self._most = most_tokens(model.weight_bytes / max(1, len(pools)) if alone else math.inf)
+        self._most = most_tokens(model.weight_bytes / max(1, len(pools)) if alone else None)
         self._tokens = torch.zeros(places, dtype=torch.int64, device=self._device)
         self._blocks = HostBlocks(pinned=self._on_gpu)
         self._edits = EditTables(batch, device, pinned=self._on_gpu)

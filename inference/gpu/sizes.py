@@ -79,13 +79,16 @@ def drafts_of(sequences: int, drafts: int) -> Size:
     return replace(decodes_of(pieces[0] * pieces[1]), pieces=pieces)
 
 
-def most_tokens(layer: float) -> int:
-    """Tokens of prompts up to which steps are captured, of a model whose layers have so many bytes:
-    a power of two, at which launching one kernel by kernel takes longer than running it.
+def most_tokens(layer_bytes: float | None) -> int:
+    """Tokens of prompts up to which steps are padded, of a model whose layers have so many bytes:
+    a power of two, at which launching one kernel by kernel takes longer than running it; None where
+    steps are not captured, or on several ranks.
 
     With 8,192 tokens, SmolLM2-135M's step took an H100 27 to 66 ms kernel by kernel.
     """
-    fits = max(1, int(LAUNCHED / max(layer, 1)))
+    if layer_bytes is None:
+        return MOST_TOKENS
+    fits = max(1, int(LAUNCHED / max(layer_bytes, 1)))
     return min(max(MOST_TOKENS, 1 << (fits.bit_length() - 1)), LARGEST)
 
 

@@ -221,10 +221,15 @@ class _ByLayer(TorchFunctionMode):
         self._layer, self._shape = layer, shape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.linear or args[1].shape != self._shape:
-            return func(*args, **(kwargs or {}))
-        x, bias = args[0], (*args[2:], *(kwargs or {}).values(), None)[0]
-        y = self._layer(x.reshape(-1, x.shape[-1])).to(x.dtype).view(*x.shape[:-1], -1)
+        named = kwargs or {}
+        return self._linear(*args, **named) if func is F.linear else func(*args, **named)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`F.linear`, whose arguments have these names."""
+        if weight.shape != self._shape:
+            return F.linear(input, weight, bias)
+        y = self._layer(input.reshape(-1, input.shape[-1])).to(input.dtype)
+        y = y.view(*input.shape[:-1], -1)
         return y if bias is None else y + bias
 
 

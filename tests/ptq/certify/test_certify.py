@@ -151,6 +151,7 @@ def test_sums_of_no_fixed_order_are_certified_and_not_verified(
     folder = str(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
     assert command.main([folder, "--against", str(MODEL), "--quiet"]) in (0, 1)
     assert "mixture of experts. It is left out" in caplog.text
+    assert "sums in no fixed order" in (Path(folder) / CERTIFICATE_PAGE).read_text()
     with pytest.raises(RequestError, match="no fixed order.* certify it with `--device cpu`"):
         command.main([folder, "--verify"])
 
