@@ -65,6 +65,7 @@ def test_requests_get_alone_what_they_get_in_a_crowd(shape, scheme):
     del alone
     for sizes in (
         {"max_batched_tokens": 70},
+        {"max_batched_tokens": 70, "max_batch_size": 1},  # chunks of which the head gets no row
         {"eager": True, "max_batch_size": 5},
         {"prefix_cache": True, "kv_blocks": 16, "max_model_len": 512},
     ):

@@ -195,8 +195,9 @@ class GpuWeight(ABC):
         How the inputs are split does not depend on the rows then, how high a tile is alone does.
         """
         tallest = self.tallest_invariant_tile
+        row = x.new_empty((1, x.shape[1]))  # x may have none, as of a prompt's chunk in the head
         low, own, high = (
-            self.few_rows_tile(x[:1].expand(min(bucket(rows), tallest), -1))
+            self.few_rows_tile(row.expand(min(bucket(rows), tallest), -1))
             for rows in (1, len(x), tallest)
         )
         return replace(own, splits=low.splits, inputs=min(low.inputs, high.inputs))

@@ -157,3 +157,13 @@ def test_float_layers_that_tiles_do_not_divide_are_filled_for_one_order_of_sums(
     x = torch.randn(3, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
     assert torch.equal(own(x), plain(x))
     assert torch.equal(own.gather(torch.tensor([7, 1]), torch.bfloat16), weight[[7, 1]])
+
+
+@interpreted
+def test_a_layer_with_one_order_of_sums_takes_no_rows():
+    """As the head does in a step whose prompts all go on."""
+    weight = torch.randn(192, 640, generator=torch.Generator().manual_seed(0)).half()
+    layer = GpuLinear(DenseWeight(weight, None), InputFormat(torch.float16), invariant=True)
+    assert layer(weight[:0]).shape == (0, 192)
+    found, wanted = layer(weight[:3]).float(), weight[:3].float() @ weight.float().T
+    assert torch.allclose(found, wanted, rtol=1e-2, atol=0.1)
