@@ -250,6 +250,8 @@ def rule(
         return Tile(128 if big else 64, 128, stages=3, warps=8 if big else 4)
     tall = bucket(rows)
     sizes = (256, 128, 64) if tall == 16 and family.startswith("w4") else (128, 64)
+    if family == "w4a16_mxfp4" and tall == 16 and row_tiles > 1:
+        sizes = (64,)  # of experts
     sizes = [size for size in sizes if outputs % size == 0]
     size = next((s for s in sizes if row_tiles * outputs // s >= 0.8 * processors), sizes[-1])
     tiles = row_tiles * (outputs // size)

@@ -41,12 +41,14 @@ from kernels.triton.attention.paged_cache import (
     operand_type,
 )
 from kernels.triton.attention.prefill import sequence_of
-from kernels.triton.common import Workspace, overlap, require, wait
+from kernels.triton.common import Workspace, capability, overlap, require, wait
 from kernels.triton.tuning import multiprocessors
+from kernels.triton.versions import run_gluon
 
 FEWEST = 16  # rows of a tile: of a product's small side
 MOST = 32  # rows of a tile: the fp32 sums of each, R of them, are held in registers
 TOKENS = 32  # of a page that are taken at once, and held in registers too
+WGMMA_MOST = 64  # the same of `latent_hopper`
 MOST_SPLITS = 32
 
 
@@ -238,7 +240,7 @@ def latent_attention(
     singles = sequences if starts is None else decodes
     require(0 <= singles <= min(sequences, tokens), f"{singles} of {sequences} sequences decode")
     require(starts is not None or sequences == tokens, f"{sequences} tables for {tokens} queries")
-    single, prompt = tiles or _tiles(q.device, singles, heads, tables.shape[1])
+    single, prompt = tiles or _tiles(q.device, singles, heads, tables.shape[1], _by_wgmma(pool))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if singles:
         _launch(q, rotated, inputs, workspace, single, out, singles)
@@ -249,13 +251,15 @@ def latent_attention(
 
 
 def _tiles(
-    device: torch.device, sequences: int, heads: int, pages: int
+    device: torch.device, sequences: int, heads: int, pages: int, wgmma: bool
 ) -> tuple[LatentTile, LatentTile]:
-    """Tiles of single tokens and of prompts that give every multiprocessor a program or two."""
-    own = min(triton.next_power_of_2(heads), MOST)
+    """Tiles of single tokens and of prompts that give every multiprocessor a program, or two."""
+    most = WGMMA_MOST if wgmma else MOST
+    own = min(triton.next_power_of_2(heads), most)
+    programs = multiprocessors(device) * (1 if wgmma else 2)
     items = max(1, sequences * triton.cdiv(heads, own))
-    splits = max(1, min(2 * multiprocessors(device) // items, -(-pages // 2), MOST_SPLITS))
-    return LatentTile(own, splits=splits), LatentTile(own, MOST // own)
+    splits = max(1, min(programs // items, -(-pages // 2), MOST_SPLITS))
+    return LatentTile(own, splits=splits), LatentTile(own, most // own)
 
 
 def _launch(
@@ -275,18 +279,28 @@ def _launch(
     blocks, splits = triton.cdiv(heads, tile.heads), tile.splits
     if splits > 1:
         workspace.check(programs * blocks * splits * rows * (wide + 2), 0)
-    shared = {
-        "HEADS": heads, "OWN": tile.heads, "ROWS": rows, "RANK": rank, "WIDE": wide,
-        "SPLITS": splits, "SCALED": pool.v_scale is not None,
-    }  # fmt: skip
-    latent_kernel[(splits, blocks, programs)](
+    shared = {"HEADS": heads, "OWN": tile.heads, "ROWS": rows, "SPLITS": splits}
+    arguments = (
         q, rotated, pool.k, pool.v, inputs.block_tables, inputs.context_len, inputs.query_start,
         pool.k_scale, pool.v_scale, out, workspace.parts, inputs.softmax_scale, decodes or 0,
         inputs.block_tables.shape[0], inputs.block_tables.shape[1], q.stride(0), q.stride(1),
-        QUERIES=tile.queries, TURN=turn, TURN_WIDE=max(16, triton.next_power_of_2(turn)),
-        TOKENS=TOKENS, PROMPTS=decodes is not None, num_warps=8, num_stages=1,
-        enable_fp_fusion=True, **shared, **overlap(early=False),
     )  # fmt: skip
+    own = shared | {"QUERIES": tile.queries, "PROMPTS": decodes is not None}
+    own |= overlap(early=False)
+    grid = splits, blocks, programs
+
+    def launch() -> None:
+        from kernels.triton.attention import latent_hopper
+
+        latent_hopper.launch(grid, arguments, pool.v.dtype, **own)
+
+    shared |= {"RANK": rank, "WIDE": wide, "SCALED": pool.v_scale is not None}
+    fits = rows <= WGMMA_MOST and _by_wgmma(pool)
+    if not (fits and run_gluon("attention over latents", launch)):
+        latent_kernel[grid](
+            *arguments, TURN=turn, TURN_WIDE=max(16, triton.next_power_of_2(turn)), TOKENS=TOKENS,
+            num_warps=8, num_stages=1, enable_fp_fusion=True, **(own | shared),
+        )  # fmt: skip
     if splits > 1:
         some = min(wide, 64)
         add_runs_kernel[(wide // some, blocks, programs)](
@@ -294,6 +308,12 @@ def _launch(
             PADDED=triton.next_power_of_2(splits), num_warps=4, num_stages=3, **shared,
             **overlap(early=False),
         )  # fmt: skip
+
+
+def _by_wgmma(pool: KVPool) -> bool:
+    """Whether `latent_hopper` is for a cache on this device."""
+    fits = pool.v.shape[3] == 512 and pool.k.shape[3] == 64
+    return fits and capability() == 90 and not triton.knobs.runtime.interpret
 
 
 def check_latents(pool: KVPool) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.triton.common import announce, overlap, require, wait
 
 BLOCK = 1024  # pairs that a program takes at once
+FEW = 4  # experts a pair from which on pairs are not sorted
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class SortedRows:
     Attributes:
         experts: int32 [row tiles], the expert of each; -1 where there is no such tile.
         pairs: int32 [row tiles, rows], the pairs of each; -1 where a tile has fewer. Of tiles that
-            are not there, anything.
+            are not there, anything. None where each pair is a tile of its own.
+        rows: Rows of a tile.
         count: Pairs, P.
         total: Experts, E.
         metadata_ready: Whether all this was there before the kernel ahead of the next started:
@@ -42,15 +44,11 @@ class SortedRows:
     """
 
     experts: Tensor
-    pairs: Tensor
+    pairs: Tensor | None
+    rows: int
     count: int
     total: int
     metadata_ready: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return self.pairs.shape[1]
 
 
 @triton.jit(do_not_specialize=["P", "row_tiles"])
@@ -90,6 +88,9 @@ def sort_kernel(
 def sort_by_expert(chosen: Tensor, experts: int, rows: int) -> SortedRows:
     """Sort pairs by expert, stably, and cut them into row tiles.
 
+    Where pairs are few beside experts each is a row tile, as they come: the few of one expert find
+    its weight in L2, and there is a kernel less.
+
     Args:
         chosen: int32 [T, k], numbers of experts, contiguous.
         experts: E.
@@ -104,6 +105,8 @@ def sort_by_expert(chosen: Tensor, experts: int, rows: int) -> SortedRows:
     )
     require(rows > 0 and rows & (rows - 1) == 0, f"tiles of {rows} rows; needed is a power of two")
     count = chosen.numel()
+    if FEW * count <= experts:
+        return SortedRows(chosen.view(-1), None, rows, count, experts)
     most = min(count, experts)
     row_tiles = most + (count - most) // rows
     found = torch.empty(row_tiles, dtype=torch.int32, device=chosen.device)
@@ -114,4 +117,4 @@ def sort_by_expert(chosen: Tensor, experts: int, rows: int) -> SortedRows:
         BLOCK=min(BLOCK, max(128, triton.next_power_of_2(count))), ROWS=rows,
         enable_fp_fusion=True, **overlap(),
     )  # fmt: skip
-    return SortedRows(found, pairs, count, experts)
+    return SortedRows(found, pairs, rows, count, experts)

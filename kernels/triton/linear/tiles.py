@@ -30,7 +30,10 @@ def rows_of_tile(
         if not READY:
             wait(OVERLAP)
         expert = tl.load(experts + row_tile)
-        m = tl.load(pairs + m)
+        if pairs is not None:
+            m = tl.load(pairs + m)
+        else:  # each pair is a tile of its own
+            m = tl.where(m == row_tile * ROWS, row_tile, -1)
         row, there = m // SHARE, m >= 0
     if WIDE:
         row = row.to(tl.int64)

@@ -97,6 +97,26 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
         by_expert(*make_rows(family, 3, 256), chosen)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@interpreted
+def test_few_pairs_are_tiles_as_they_come(family):
+    """With the bits that they have when they are sorted, also where two are of one expert."""
+    torch.manual_seed(0)
+    weights, _ = make_weights(family, 16, 64, 256)
+    workspace, found = Workspace.on("cpu", 1 << 18, 64), []
+    chosen = torch.tensor([[9, 3], [3, 12]], dtype=torch.int32)
+    for rows in (2, 4):
+        x, scales = make_rows(family, rows, 256)
+        for few in (4, 5):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sorting, "FEW", few)
+                pairs = sort_by_expert(chosen, 16, 16)
+            assert (pairs.pairs is None) == (few == 4)
+            found.append(weights[0].run(x, scales, workspace, torch.float32, pairs))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+
+
 @interpreted
 def test_rows_of_mxfp4_experts_end_where_their_inputs_do():
     """160 inputs are 128 and a rest; what lies behind a row in memory is another's."""
@@ -152,7 +172,7 @@ def test_sums_of_many_row_tiles_fit_in_a_workspace(family, experts, outputs):
         for rows in (16, 64):
             number = most + (pairs - most) // rows
             own = torch.empty(number), torch.empty(number, rows, device="meta")
-            sorted_rows = SortedRows(*own, pairs, experts)
+            sorted_rows = SortedRows(*own, rows, pairs, experts)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(tuning, "multiprocessors", lambda device: 132)
                 tile = tile_for(family, x, outputs, 4096, sorted_rows)
@@ -258,15 +278,15 @@ def test_rows_quantized_with_the_scale_of_their_expert():
 def test_what_they_become(capability, families):
     """Nothing is spilled, all products are the tensor cores'; row tiles that are not there end."""
     workspace = Workspace.on("cpu", 1 << 20, 1 << 12)
-    chosen = torch.zeros(4, 8, dtype=torch.int32)
+    chosen = torch.zeros(5, 8, dtype=torch.int32)
     hopper = capability == 90
     with building_for(capability) as built:
-        route(torch.zeros(4, 128), 8, True)
+        route(torch.zeros(5, 128), 8, True)
         sort_by_expert(chosen, 128, 16)
-        combine(torch.zeros(32, 2048).half(), torch.zeros(4, 8))
+        combine(torch.zeros(40, 2048).half(), torch.zeros(5, 8))
     for family in families:
         weight = make_weights(family, 1, 1536, 1024)[0][0]
-        x, scales = make_rows(family, 4, 1024)
+        x, scales = make_rows(family, 5, 1024)
         with building_for(capability) as own, pytest.MonkeyPatch.context() as patch:
             patch.setattr(tuning, "multiprocessors", lambda device: 132)
             for rows in (16, weight.tallest_tile):

@@ -123,7 +123,8 @@ def test_what_is_not_taken_is_refused():
 @pytest.mark.parametrize("storage", [torch.int8, torch.bfloat16])
 @compiled
 def test_nothing_is_spilled(capability, storage):
-    """Of DeepSeek's latents, for 16 heads and for 128."""
+    """Of DeepSeek's latents, for 16 heads and for 128; Hopper's tiles of 64 rows spill little."""
+    most, few = (64, 256) if capability == 90 else (32, 0)
     scales = [torch.ones(1, size) if storage == torch.int8 else None for size in (64, 512)]
     pages = [torch.zeros(4, 1, 64, size).to(storage) for size in (64, 512)]
     tables, starts = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([0, 64, 128]).int()
@@ -133,15 +134,16 @@ def test_nothing_is_spilled(capability, storage):
     for heads in (16, 128):
         q = torch.zeros(128, heads, 512).bfloat16()
         rotated = torch.zeros(128, heads, 64).bfloat16()
-        own = min(heads, 32)
-        tiles = LatentTile(own, splits=2), LatentTile(own, 32 // own)
+        own = min(heads, most)
+        tiles = LatentTile(own, splits=2), LatentTile(own, most // own)
         with building_for(capability) as built:
             latent_attention(q[:2], rotated[:2], inputs, workspace, tiles=tiles)
             latent_attention(q, rotated, prompts, workspace, tiles=tiles)
         assert len(built) == 3
         for binary in built:
-            assert binary.stack == 0
-            assert binary.shared <= 101376
+            assert binary.stack <= few
+            assert binary.shared <= {80: 101376, 90: 232448}[capability]
+            assert capability == 80 or not binary.count(r"mma\.sync")
     x, turns = torch.zeros(2, 16 * 192 + 576).bfloat16(), torch.zeros(4, 64)
     places = torch.zeros(2, dtype=torch.int64)
     with building_for(capability) as built:
