@@ -283,6 +283,7 @@ def test_what_they_become(capability, families):
     with building_for(capability) as built:
         route(torch.zeros(5, 128), 8, True)
         sort_by_expert(chosen, 128, 16)
+        sort_by_expert(torch.zeros(40, 8, dtype=torch.int32), 128, 16)
         combine(torch.zeros(40, 2048).half(), torch.zeros(5, 8))
     for family in families:
         weight = make_weights(family, 1, 1536, 1024)[0][0]
