@@ -21,6 +21,7 @@ ATTENTION = "ptq_observed"  # the name that transformers knows it by
 BESIDE = {"softcap": "softcap", "s_aux": "sinks", "alibi": "alibi"}  # by transformers' names
 _CALLBACK = "ptq_on_kv"
 _CACHE = "ptq_cache"
+_QUERIES = "ptq_on_queries"
 
 OnKV = Callable[[Tensor, Tensor], None]
 OnGradient = Callable[[str, Tensor], None]
@@ -45,6 +46,21 @@ def watched(attention: nn.Module, on_kv: OnKV | None, cache: Cache | None) -> It
     finally:
         for name in names:
             delattr(attention, name)
+
+
+@contextmanager
+def watched_queries(attention: nn.Module, on_queries: Callable[[Tensor], None]) -> Iterator[None]:
+    """For a while, show the queries of an attention module by the KV head that they read.
+
+    Args:
+        attention: As in `watched`.
+        on_queries: Called with Q after RoPE [samples, kv heads, queries of each, tokens, head_dim].
+    """
+    setattr(attention, _QUERIES, on_queries)
+    try:
+        yield
+    finally:
+        delattr(attention, _QUERIES)
 
 
 @contextmanager
@@ -141,10 +157,12 @@ def _attend(
     mask = attention_mask
     callback, cache = getattr(module, _CALLBACK, None), getattr(module, _CACHE, None)
     if callback is not None:
-        callback(key[0].transpose(0, 1), value[0].transpose(0, 1))  # [tokens, kv heads, head_dim]
+        callback(*(_by_token(x).flatten(0, -3) for x in (key, value)))
+    if (on_queries := getattr(module, _QUERIES, None)) is not None:
+        on_queries(query.unflatten(1, (key.shape[1], -1)))
     if cache is not None:
-        cached = cache(key[0].transpose(0, 1), value[0].transpose(0, 1))
-        key, value = (x.transpose(0, 1)[None] for x in cached)
+        cached = cache(_by_token(key), _by_token(value))
+        key, value = ((x if x.dim() == 4 else x[None]).transpose(1, 2) for x in cached)
     window = kwargs.get("sliding_window") if mask is None else None
     beside = {ours: kwargs[name] for name, ours in BESIDE.items() if kwargs.get(name) is not None}
     if beside or (window is not None and window < query.shape[2]):
@@ -156,6 +174,11 @@ def _attend(
         out = attention(query, key, value, kwargs.get("scaling"))
         return out.transpose(1, 2).contiguous(), None
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[1, heads, tokens, D] as [tokens, heads, D]; of several samples each of them."""
+    return x.transpose(1, 2) if len(x) > 1 else x[0].transpose(0, 1)
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -218,9 +241,9 @@ def plain_attention(
     """softmax(s) V of logits s = c tanh(q k^T scale / c) + m (j - i), in fp32.
 
     Args:
-        query: [1, heads, tokens, D].
-        key: [1, kv heads, tokens, D].
-        value: [1, kv heads, tokens, D of V].
+        query: [samples, heads, tokens, D].
+        key: [samples, kv heads, tokens, D].
+        value: [samples, kv heads, tokens, D of V].
         mask: bool [1, 1, tokens, tokens], which keys j a query i sees; None for itself and those
             before.
         scale: Factor of q k^T; None for D ** -0.5.
@@ -230,7 +253,7 @@ def plain_attention(
         alibi: Slopes m [heads] (Press et al. 2022, arXiv 2108.12409).
 
     Returns:
-        [1, heads, tokens, D of V], of the type of the values.
+        [samples, heads, tokens, D of V], of the type of the values.
     """
     heads, tokens = query.shape[1], query.shape[2]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -249,7 +272,7 @@ def plain_attention(
             seen = seen & (distance > -window)
         logits = logits.masked_fill(~seen, float("-inf"))
         if sinks is not None:
-            sink = sinks.float().view(1, -1, 1, 1).expand(1, heads, len(rows), 1)
+            sink = sinks.float().view(1, -1, 1, 1).expand(len(query), heads, len(rows), 1)
             logits = torch.cat((logits, sink), dim=-1)
         parts.append((logits.softmax(-1)[..., :tokens] @ v).to(value.dtype))
     return torch.cat(parts, dim=2)

@@ -33,8 +33,8 @@ from calibrate.block import DecoderBlock
 from calibrate.gradients import OUTPUT, STATES, BlockGradients, Gradients, GradientSums
 from calibrate.statistics import Key
 from calibrate.stream import BlockStream
-from calibrate.transfers import to_host
-from calibrate.workers import BlockWorkers, InTurn, run_size, samples_of
+from calibrate.transfers import run_size, to_host
+from calibrate.workers import BlockWorkers, InTurn, samples_of
 from formats.files import writing
 
 HEAD_BLOCK = 128  # outputs in a block of G of the layer that gives logits

@@ -19,8 +19,8 @@ from calibrate.attention import (
     watched_gradients,
     watched_latent,
 )
-from calibrate.handed import Handed
-from calibrate.transfers import passed_through, to_host
+from calibrate.handed import Handed, Rows
+from calibrate.transfers import TOGETHER, neighbours, passed_through, run_size, stacked, to_host
 from formats.errors import CheckpointError, RecipeError
 from formats.families.family import Family, LatentAttention
 from formats.modeling.experts import Experts, OnRoute
@@ -42,7 +42,8 @@ class DecoderBlock:
         module: The block; its float weights may be replaced by methods.
         linears: Its linear layers by full name.
         inputs: Hidden states of each sample: [tokens, hidden], in the host's memory; K and V of
-            earlier blocks that later ones read are in the same rows (`calibrate.handed`).
+            earlier blocks that later ones read are in the same rows (`calibrate.handed`). What
+            `begins` gives may have several samples in one: [samples, tokens, hidden].
         quantized_inputs: The same after the quantized blocks before, where the stream keeps them.
         sinks: How many tokens at the beginning of each sample are sink tokens (`calibrate.sinks`):
             `on_input` leaves them out, `on_sinks` shows their inputs. `on_kv` shows them with all
@@ -112,6 +113,33 @@ class DecoderBlock:
         """A module of the block by its full name, such as `model.layers.0.input_layernorm`."""
         return self.module.get_submodule(self._paths[name])
 
+    def together(self, samples: Sequence[int], run: int) -> list[list[int]]:
+        """Samples that go through the block at once, in their order: on a GPU, where launching the
+        kernels of a small block takes longer than running them, neighbours of one length.
+
+        Args:
+            samples: Indices into `inputs`.
+            run: As many samples form a run, and no others go together.
+        """
+        most = TOGETHER.get(self.device.type, 0) if self._is_plain else 0
+        return neighbours(self.inputs, samples, run, most)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the code is known to take several samples as it takes one: not of experts, whose
+        layers read tokens of no certain sample, nor where more than hidden states is handed on."""
+        alone = self.handed.own or self.handed.rows != Rows() or self.family is None
+        if alone or isinstance(self.declared.attention, LatentAttention):
+            return False
+        return not any(isinstance(part, Experts) for part in self.module.modules())
+
+    def begins(self, most: int) -> Self:
+        """The block with its first `most` samples alone, those that go `together` as one input."""
+        other, first = copy.copy(self), range(min(most, len(self.inputs)))
+        each = ([self.inputs[i] for i in g] for g in self.together(first, max(1, len(first))))
+        other.inputs = [g[0] if len(g) == 1 else stacked(g).to(self.device) for g in each]
+        return other
+
     @torch.no_grad()
     def run(
         self,
@@ -137,8 +165,11 @@ class DecoderBlock:
             on_product: Called with each linear layer's full name, its input [tokens, in] and its
                 output [tokens, out], of the same tokens as `on_input`.
 
+        Of an input of several samples, calls are with the tokens of one after those of another, but
+        `cache` gets and gives [samples, tokens, kv heads, head_dim].
+
         Returns:
-            Hidden states [tokens, hidden], on the block's device.
+            Hidden states [tokens, hidden] as the input has them, on the block's device.
         """
         with self._hooks(on_input, on_kv, on_route, cache, None, on_product):
             return self.forward(self.inputs[sample], sample)
@@ -151,7 +182,7 @@ class DecoderBlock:
         on_kv: OnKV | None = None,
         on_route: OnRoute | None = None,
         samples: Sequence[int] | None = None,
-        begin: Callable[[int], None] = lambda _: None,
+        begin: Callable[[Sequence[int]], None] = lambda _: None,
         on_sinks: OnInput | None = None,
     ) -> list[Tensor]:
         """`run` on some samples, checked, in the host's memory: hidden states for the next block.
@@ -161,29 +192,30 @@ class DecoderBlock:
             on_kv: As of `run`.
             on_route: As of `run`.
             samples: Indices into `inputs`, in the order in which they run; None for all.
-            begin: Called with each of them before it runs.
+            begin: Called with those that go `together` before they run.
             on_sinks: As of `run`.
 
         Raises:
             RecipeError: they hold NaN or infinity.
         """
-        sums: list[Tensor] = []  # of a sample's outputs: quicker to look at
+        sums: list[Tensor] = []  # of outputs: quicker to look at
         order = range(len(self.inputs)) if samples is None else samples
+        groups = self.together(order, run_size(len(self.inputs)))
 
         def step(hidden: Tensor) -> Tensor:
-            sample = order[len(sums)]
-            begin(sample)
-            out = self.forward(hidden, sample)
+            group = groups[len(sums)]
+            begin(group)
+            out = self.forward(hidden, group[0])
             sums.append(out.sum())
             return out
 
+        inputs = [[self.inputs[i] for i in group] for group in groups]
         with self._hooks(on_input, on_kv, on_route, None, on_sinks):
-            found = passed_through([self.inputs[i] for i in order], step, self.device)
-        fine = torch.stack(sums).isfinite().tolist() if sums else []
-        if not all(good or bool(x.isfinite().all()) for good, x in zip(fine, found, strict=True)):
-            raise RecipeError(
-                f"{self.name}: its output holds NaN or infinity. Check the model's weights"
-            )
+            found = passed_through(inputs, step, self.device)
+        bad = bool(sums) and not bool(torch.stack(sums).isfinite().all())
+        if bad and not all(bool(x.isfinite().all()) for x in found):
+            message = "its output holds NaN or infinity. Check the model's weights"
+            raise RecipeError(f"{self.name}: {message}")
         return found
 
     def backward(
@@ -302,12 +334,12 @@ class DecoderBlock:
         """The block's function, with gradients: hidden states [tokens, hidden] to the same.
 
         Args:
-            hidden: Of one of the samples.
-            weights: Weights to compute with in place of those of linear layers, by the layer's
-                full name.
+            hidden: Of one of the samples, or of several that go `together`.
+            weights: To compute with in place of those of linear layers, by the layer's full name.
         """
         given = {f"{self._paths[name]}.weight": w for name, w in (weights or {}).items()}
-        args, kwargs, lent = self.handed.arguments(hidden.to(self.device), sample)
+        there = hidden.to(self.device, non_blocking=True)
+        args, kwargs, lent = self.handed.arguments(there, sample)
         called = functional_call(self.module, given, args, kwargs) if given else None
         out = self.module(*args, **kwargs) if called is None else called
         return self.handed.rows.together(out[0] if isinstance(out, tuple) else out, lent)
@@ -328,10 +360,10 @@ class DecoderBlock:
                 for name, linear in self.linears.items():
 
                     def hook(_: nn.Module, args: tuple[Tensor], name: str = name) -> None:
-                        x = args[0].flatten(0, -2)
-                        on_input(name, x[first:])
+                        x = args[0]
+                        on_input(name, x[..., first:, :].flatten(0, -2))
                         if on_sinks is not None and first:
-                            on_sinks(name, x[:first])
+                            on_sinks(name, x[..., :first, :].flatten(0, -2))
 
                     stack.callback(linear.register_forward_pre_hook(hook).remove)
             if on_product is not None:
@@ -339,8 +371,8 @@ class DecoderBlock:
 
                     def ran(_: nn.Module, args: Any, out: Any, name: str = name) -> None:
                         if isinstance(out, Tensor):  # not a router's choice
-                            x, y = args[0].flatten(0, -2), out.flatten(0, -2)
-                            on_product(name, x[first:], y[first:])
+                            both = (x[..., first:, :].flatten(0, -2) for x in (args[0], out))
+                            on_product(name, *both)
 
                     stack.callback(linear.register_forward_hook(ran).remove)
             observed = on_input is not None or on_product is not None

@@ -134,14 +134,17 @@ class Rows:
         return sum(sum(own.sizes) for own in self.before)
 
     def states(self, rows: Tensor) -> Tensor:
-        """Rows [T, ...] that hold hidden states alone, as the code has them: [1, T, hidden]."""
+        """Rows [T, ...] that hold hidden states alone, as the code has them: [1, T, hidden]; those
+        of several samples are so."""
         if self.streams is None:
-            return rows[None]
+            return rows[None] if rows.dim() == 2 else rows
         return rows.unflatten(-1, (self.streams, -1)).transpose(0, 1)[:, None]
 
     def hidden(self, states: Tensor) -> Tensor:
         """The way back of `states`: [T, ...]."""
-        return states[0] if self.streams is None else states[:, 0].transpose(0, 1).flatten(1)
+        if self.streams is None:
+            return states[0] if len(states) == 1 else states
+        return states[:, 0].transpose(0, 1).flatten(1)
 
     def apart(self, rows: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """Rows before the block as hidden states, and K and V [1, heads, T, D] by their keys."""
@@ -219,7 +222,7 @@ class Handed:
         hidden, lent = self.rows.apart(rows)
         own = _moved(dict(self.own[sample]), rows.device) if self.own else {}
         others: dict[Place, Any] = {**own, self.rows.name: lent} if self.rows.name else own
-        return *self.given[len(rows)].call(hidden, others), lent
+        return *self.given[rows.shape[-2]].call(hidden, others), lent
 
 
 class Recorder(nn.Module):

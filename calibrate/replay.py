@@ -65,7 +65,7 @@ class Replay:
 
         def end(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             if begun():
-                raise _EndedError(args[0].flatten(0, -2))
+                raise _EndedError(args[0].view(*self.block.inputs[sample].shape[:-1], -1))
 
         handle = None if self.until is None else self.until.register_forward_pre_hook(end)
         try:

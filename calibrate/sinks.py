@@ -125,18 +125,20 @@ def _block_peaks(
     norms: dict[int, Tensor] = {}
 
     def run(worker: int) -> list[Tensor]:
-        now = [0]
+        now = list[int]()
 
-        def begin(sample: int) -> None:
-            now[0] = sample
+        def begin(samples: Sequence[int]) -> None:
+            now[:] = samples
 
         def on_input(name: str, x: Tensor) -> None:
-            peak = torch.linalg.vector_norm(x, torch.inf, dim=1).float()
+            peak = x.abs().amax(dim=1).float()
             check_finite(peak, name)
-            seen[worker].setdefault(name, {})[now[0]] = peak
+            own = seen[worker].setdefault(name, {})
+            own |= zip(now, peak.chunk(len(now)), strict=True)
 
         def on_kv(_: Tensor, v: Tensor) -> None:
-            norms[now[0]] = v.flatten(1).float().norm(dim=1)
+            own = v.flatten(1).float().norm(dim=1)
+            norms.update(zip(now, own.chunk(len(now)), strict=True))
 
         chosen = samples_of(worker, count, len(workers))
         block = workers.block(worker)

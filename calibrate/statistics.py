@@ -47,7 +47,14 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
         return len(self.gathered())
 
     def observe(
-        self, module: str, role: str, x: Tensor, *, histogram: bool = True, first: int = 0
+        self,
+        module: str,
+        role: str,
+        x: Tensor,
+        *,
+        histogram: bool = True,
+        first: int = 0,
+        samples: int = 1,
     ) -> None:
         """Add tokens [T, K] or [T, H, D] of a module's role; see `Accumulator.observe`.
 
@@ -56,7 +63,7 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
         """
         if (module, role) not in self._open:
             self._open[module, role] = Accumulator(tuple(x.shape[1:]), histogram=histogram)
-        self._open[module, role].observe(x, module, first)
+        self._open[module, role].observe(x, module, first, samples)
 
     def gathered(self) -> dict[Key, TensorStatistics]:
         """All that was observed, in the host's memory.

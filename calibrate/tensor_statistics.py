@@ -33,6 +33,8 @@ class TensorStatistics:
             for an input), rows in ascending order.
         channel_sum: Sum of each channel, fp64 of the shape of `channel_absmax`, where a mean is
             wanted; else None.
+        query_moments: Of keys: sum of q q^T over the queries that read a head, fp64 [H, D, D],
+            where that is wanted; else None.
         peak_positions: Where in its sample the token with the largest magnitude of a head stood,
             the first such place: int64 [H]; -1 where that is not known.
     """
@@ -43,6 +45,7 @@ class TensorStatistics:
         self.channel_absmax = torch.zeros(shape)
         self.sample_absmax = torch.zeros(0, self.heads)
         self.channel_sum: Tensor | None = None
+        self.query_moments: Tensor | None = None
         self.peak_positions = torch.full((self.heads,), -1)
         self._token_bins = torch.empty(0, dtype=torch.int64)  # as `_bins`, of tokens' own maxima
         self._token_counts = torch.empty(0, dtype=torch.int64)
@@ -92,9 +95,9 @@ class TensorStatistics:
                 f"cannot merge statistics of shapes {tuple(other.channel_absmax.shape)} and "
                 f"{tuple(self.channel_absmax.shape)}"
             )
-        if other.channel_sum is not None:
-            own = 0 if self.channel_sum is None else self.channel_sum
-            self.channel_sum = own + other.channel_sum
+        for name, added in other._sums().items():
+            own = getattr(self, name)
+            setattr(self, name, added if own is None else own + added)
         self._merge_tokens(other)
         seen = other.tokens, other.channel_absmax, other.sample_absmax
         if other.counted:
@@ -126,6 +129,8 @@ class TensorStatistics:
         part.channel_absmax = (self.channel_absmax.double() / factor).float()
         if self.channel_sum is not None:
             part.channel_sum = self.channel_sum / factor
+        if self.query_moments is not None:
+            part.query_moments = self.query_moments * (factor[:, :, None] * factor[:, None])
         return part
 
     def head(self, index: int) -> TensorStatistics:
@@ -146,8 +151,7 @@ class TensorStatistics:
 
     def state(self) -> dict[str, Tensor]:
         """Tensors to save; `from_state` restores them."""
-        summed = {} if self.channel_sum is None else {"channel_sum": self.channel_sum}
-        return summed | {
+        return self._sums() | {
             "channel_absmax": self.channel_absmax,
             "sample_absmax": self.sample_absmax,
             "bins": self._bins.to(torch.int32),
@@ -158,6 +162,11 @@ class TensorStatistics:
             "tokens": torch.tensor([self.tokens]),
         }
 
+    def _sums(self) -> dict[str, Tensor]:
+        """Sums that are kept where they are wanted, by their names."""
+        both = {"channel_sum": self.channel_sum, "query_moments": self.query_moments}
+        return {name: own for name, own in both.items() if own is not None}
+
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> TensorStatistics:
         """Inverse of `state`.
@@ -166,7 +175,7 @@ class TensorStatistics:
             ValueError: the tensors cannot be those of a `state`.
         """
         state = dict(state)
-        sums = state.pop("channel_sum", None)
+        sums, moments = state.pop("channel_sum", None), state.pop("query_moments", None)
         kinds = {key: (tensor.dtype, tensor.dim()) for key, tensor in state.items()}
         channels = state["channel_absmax"].dim() if "channel_absmax" in state else 0
         if channels not in (1, 2) or kinds != {
@@ -188,7 +197,7 @@ class TensorStatistics:
         restored._bins, restored._counts = state["bins"].long(), state["counts"]
         restored._token_bins = state["token_bins"].long()
         restored._token_counts = state["token_counts"]
-        restored.channel_sum = sums
+        restored.channel_sum, restored.query_moments = sums, moments
         restored._check()
         return restored
 
@@ -211,7 +220,8 @@ class TensorStatistics:
             and int(self._token_counts.sum().item()) in (0, self.tokens * self.heads)
             and self.peak_positions.shape == (self.heads,)
             and bool((self.peak_positions >= -1).all())
-            and _is_sum(self.channel_sum, peaks)
+            and _is_sum(self.channel_sum, peaks.shape)
+            and _is_sum(self.query_moments, (*peaks.shape, *peaks.shape[1:]))
         ):
             raise ValueError("the numbers contradict each other")
 
@@ -245,11 +255,11 @@ class TensorStatistics:
         self.tokens += tokens
 
 
-def _is_sum(sums: Tensor | None, peaks: Tensor) -> bool:
-    """Whether these can be sums of channels with such largest magnitudes."""
+def _is_sum(sums: Tensor | None, shape: tuple[int, ...]) -> bool:
+    """Whether these can be sums of such a shape."""
     if sums is None:
         return True
-    fits = sums.dtype == torch.float64 and sums.shape == peaks.shape
+    fits = sums.dtype == torch.float64 and sums.shape == shape
     return fits and bool(sums.isfinite().all())
 
 
@@ -266,19 +276,19 @@ class Accumulator:
         self._heads = shape[0] if len(shape) == 2 else 1
         self._tokens = 0
         self._channels: Tensor | None = None
-        self._samples: list[Tensor] = []
-        self._tokens_of: list[Tensor] = []  # largest magnitude of each token's heads, by sample
+        self._tokens_of: list[Tensor] = []  # largest magnitudes [samples, tokens, heads]
         self._firsts: list[int] = []
         self._counts: Tensor | None = None
         self._on_gpu: magnitudes.Magnitudes | None = None
 
-    def observe(self, x: Tensor, name: str, first: int = 0) -> None:
-        """Add the tokens of one sample.
+    def observe(self, x: Tensor, name: str, first: int = 0, samples: int = 1) -> None:
+        """Add the tokens of one sample, or of some of one length.
 
         Args:
-            x: [T, K] or [T, H, D], float.
+            x: [T, K] or [T, H, D], float; T of all samples, one after the other.
             name: Module, for the error's text.
-            first: Position of the first of the tokens in the sample.
+            first: Position of the first of the tokens in its sample.
+            samples: How many there are.
 
         Raises:
             RecipeError: `x` holds NaN or infinity; of tokens on a GPU `statistics` raises it.
@@ -288,17 +298,17 @@ class Accumulator:
         assert x.shape[1:] == self._shape
         self._tokens += x.shape[0]
         self._firsts.append(first)
+        by_head = (samples, len(x) // samples, self._heads, -1)
         if x.is_cuda:
-            heads = x.detach().reshape(len(x), self._heads, -1)
-            self._tokens_of.append(torch.linalg.vector_norm(heads, torch.inf, 2))
+            heads = x.detach().reshape(by_head)
+            self._tokens_of.append(torch.linalg.vector_norm(heads, torch.inf, 3))
             self._observe_on_gpu(x.detach())
             return
         magnitude = x.detach().float().abs()
         peak = magnitude.amax(dim=0)
-        self._tokens_of.append(magnitude.reshape(len(x), self._heads, -1).amax(dim=2))
+        self._tokens_of.append(magnitude.reshape(by_head).amax(dim=3))
         check_finite(peak, name)
         self._channels = peak if self._channels is None else torch.maximum(self._channels, peak)
-        self._samples.append(peak.reshape(self._heads, -1).amax(dim=1))
         if self._histogram:
             counts = self._count(magnitude)
             self._counts = counts if self._counts is None else self._counts.add_(counts)
@@ -320,30 +330,34 @@ class Accumulator:
         found = TensorStatistics(self._shape)
         if self._on_gpu is not None:
             channels = self._on_gpu.channel_absmax().view(self._shape).cpu()
-            samples, counts = self._on_gpu.sample_absmax().cpu(), self._on_gpu.counts()
+            counts = self._on_gpu.counts()
         elif self._channels is not None:
-            channels, samples = self._channels, torch.stack(self._samples)
-            counts = self._counts
+            channels, counts = self._channels, self._counts
         else:
             return found
         check_finite(channels, name)
-        self._tell_tokens(found)
+        samples = self._tell_tokens(found)
         if counts is None:
             found._add_maxima(self._tokens, channels, samples)
         else:
             found._add(self._tokens, channels, samples, counts.cpu())
         return found
 
-    def _tell_tokens(self, found: TensorStatistics) -> None:
-        """Largest magnitudes of tokens, and where the largest of all stood."""
-        peaks = torch.cat(self._tokens_of).float().cpu()  # [tokens, heads]
-        places = torch.cat(
-            [torch.arange(len(p)) + f for p, f in zip(self._tokens_of, self._firsts, strict=True)]
-        )
+    def _tell_tokens(self, found: TensorStatistics) -> Tensor:
+        """Largest magnitudes of tokens, and where the largest of all stood.
+
+        Returns:
+            Those of each sample: fp32 [samples, heads].
+        """
+        own = [x.float().cpu() for x in self._tokens_of]
+        peaks = torch.cat([x.flatten(0, 1) for x in own])  # [tokens, heads]
+        each = zip(own, self._firsts, strict=True)
+        places = torch.cat([(f + torch.arange(x.shape[1])).repeat(len(x)) for x, f in each])
         later = torch.where(peaks == peaks.amax(dim=0), places[:, None], places.max() + 1)
         found.peak_positions = later.amin(dim=0)
         bins = (peaks.view(torch.int32).long() >> 16) + torch.arange(self._heads) * BINS
         found._token_bins, found._token_counts = bins.unique(return_counts=True)
+        return torch.cat([x.amax(dim=1) for x in own])
 
     def _count(self, magnitude: Tensor) -> Tensor:
         """Values in each bin of each head: int64 [heads * BINS]."""

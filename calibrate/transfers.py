@@ -20,28 +20,61 @@ def to_host(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
 
 
+RUNS = 16  # of neighbouring samples, at most
+TOGETHER = {"cuda": 1 << 22}  # numbers of hidden states that go through a block at once, by device
+
+
+def run_size(count: int) -> int:
+    """Samples that form a run (`calibrate.workers`), of so many samples."""
+    return max(1, -(-count // RUNS))
+
+
+def neighbours(
+    inputs: Sequence[Tensor], samples: Sequence[int], run: int, most: int
+) -> list[list[int]]:
+    """Samples in groups of one shape, each within a run of so many, of at most so many numbers."""
+    found: list[list[int]] = []
+    for sample in samples:
+        own, last = inputs[sample], found[-1] if found else [sample]
+        alike = own.shape == inputs[last[0]].shape and sample // run == last[0] // run
+        if found and alike and (1 + len(last)) * own.numel() <= most:
+            last.append(sample)
+        else:
+            found.append([sample])
+    return found
+
+
+def stacked(inputs: Sequence[Tensor]) -> Tensor:
+    """Inputs of one shape as one [inputs, ...]; a single one as it is."""
+    return inputs[0] if len(inputs) == 1 else torch.stack(tuple(inputs))
+
+
 def passed_through(
-    inputs: Sequence[Tensor], step: Callable[[Tensor], Tensor], device: torch.device
+    inputs: Sequence[Sequence[Tensor]], step: Callable[[Tensor], Tensor], device: torch.device
 ) -> list[Tensor]:
     """What `step` makes of each input, in the host's memory.
 
-    On a GPU the next input comes and the last result goes while `step` works: on streams of their
-    own, two samples at a time, so that as many are in its memory.
+    On a GPU the next inputs come and the last results go while `step` works: on streams of their
+    own, two steps' at a time, so that as many are in its memory.
 
     Args:
-        inputs: In the host's memory.
-        step: Takes an input on the device, and gives a result there.
+        inputs: Those of each step, in the host's memory.
+        step: Takes inputs on the device, `stacked`, and gives results there, likewise.
     """
+
+    def apart(out: Tensor, count: int) -> Sequence[Tensor]:
+        return (out,) if count == 1 else out.unbind()
+
     if device.type != "cuda":
-        return [step(x) for x in inputs]
+        return [x for own in inputs for x in apart(step(stacked(own)), len(own))]
     work = torch.cuda.current_stream(device)
     coming, going = torch.cuda.Stream(device), torch.cuda.Stream(device)
     results: list[Tensor] = []
     left: list[Any] = []  # events
 
-    def fetch(index: int) -> tuple[Tensor, Any]:
+    def fetch(index: int) -> tuple[list[Tensor], Any]:
         with torch.cuda.stream(coming):
-            there = inputs[index].to(device, non_blocking=True)
+            there = [x.to(device, non_blocking=True) for x in inputs[index]]
             return there, coming.record_event()
 
     ahead = [fetch(0)] if inputs else []
@@ -50,12 +83,14 @@ def passed_through(
         if index + 1 < len(inputs):
             ahead.append(fetch(index + 1))
         work.wait_event(arrived)
-        there.record_stream(work)
-        out = step(there)
+        for x in there:
+            x.record_stream(work)
+        out = step(stacked(there))
         going.wait_stream(work)
         with torch.cuda.stream(going):
-            host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-            results.append(host.copy_(out, non_blocking=True))
+            for x in apart(out, len(there)):
+                host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+                results.append(host.copy_(x, non_blocking=True))
             out.record_stream(going)
             left.append(going.record_event())
         if index:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from calibrate.block import DecoderBlock
+from calibrate.transfers import run_size
 
 T = TypeVar("T")
 WAKE = 0.1  # seconds after which whoever waits looks whether to go on
@@ -204,14 +205,6 @@ def _current(device: torch.device) -> Iterator[None]:
         return
     with torch.cuda.device(device):
         yield
-
-
-RUNS = 16
-
-
-def run_size(count: int) -> int:
-    """Samples that form a run, of so many samples."""
-    return max(1, -(-count // RUNS))
 
 
 def samples_of(worker: int, count: int, workers: int) -> list[int]:

@@ -54,6 +54,13 @@ class KVCacheSpec(Strict):
     are refused.
     """
 
+    compensate_keys: bool = False
+    """Whether the error of each channel of an int4 key is made up for by those that are rounded
+    after it, as the calibration data's queries weigh it: GPTQ's rule (Frantar et al., arXiv
+    2210.17323) for a row that is rounded when it is written. It takes half of the keys' loss away;
+    what is stored, and how it is read, stays as it is. Scales are `per_token_head` then.
+    """
+
     @model_validator(mode="after")
     def _types_go_together(self) -> KVCacheSpec:
         if self.value_dtype is not None and self.dtype != "int8":
@@ -61,11 +68,17 @@ class KVCacheSpec(Strict):
                 f"found value_dtype {self.value_dtype} with dtype {self.dtype}; values of a type "
                 "of their own stand beside int8 keys. Set dtype: int8, or leave value_dtype out"
             )
-        moved = "rotate_keys" if self.rotate_keys else "center_keys" if self.center_keys else None
+        said = ("rotate_keys", "center_keys", "compensate_keys")
+        moved = next((name for name in said if getattr(self, name)), None)
         if moved is not None and not self.dynamic:
             raise ValueError(
-                f"found {moved} with {self.granularity} scales; keys that are turned or centred "
-                "are scaled as they come. Set granularity: per_token_head"
+                f"found {moved} with {self.granularity} scales; keys that are turned, centred or "
+                "compensated are scaled as they come. Set granularity: per_token_head"
+            )
+        if self.compensate_keys and self.dtype != "int4":
+            raise ValueError(
+                f"found compensate_keys with dtype {self.dtype}; int4 keys alone are rounded so. "
+                "Set dtype: int4, or compensate_keys: false"
             )
         return self
 
@@ -73,6 +86,7 @@ class KVCacheSpec(Strict):
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """What is as it always was is not said: files of 8-bit caches stay as they were."""
         unsaid = {"value_dtype": None, "rotate_keys": False, "center_keys": False}
+        unsaid["compensate_keys"] = False
         return {
             key: value
             for key, value in handler(self).items()
@@ -114,7 +128,7 @@ class KVCacheSpec(Strict):
         """What the name leaves open.
 
         Unsaid go scales per head, and where values are int4 scales of each token; that int4 keys
-        are turned and centred, and others are not.
+        are turned, centred and compensated, and others are not.
         """
         if self.granularity != ("per_token_head" if self.packed else "per_head"):
             yield f"cache_{self.granularity}"
@@ -123,6 +137,8 @@ class KVCacheSpec(Strict):
             yield "cache_rotated" if self.rotate_keys else "cache_unrotated"
         if self.center_keys != packed:
             yield "cache_centred" if self.center_keys else "cache_uncentred"
+        if self.compensate_keys != packed:
+            yield "cache_uncompensated"
 
     @property
     def text(self) -> str:
@@ -130,7 +146,8 @@ class KVCacheSpec(Strict):
         values = f" keys, {self.value_dtype} values" if self.value_dtype else ""
         turned = ", keys turned" if self.rotate_keys else ""
         centred = ", keys centred" if self.center_keys else ""
-        return f"{self.dtype}{values} {self.granularity}{turned}{centred}"
+        fed = ", keys compensated" if self.compensate_keys else ""
+        return f"{self.dtype}{values} {self.granularity}{turned}{centred}{fed}"
 
     def by_channel(self, role: CacheRole, *, latent: bool = False) -> bool:
         """Whether each channel of K or V has a static scale; `latent` for latent attention."""

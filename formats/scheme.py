@@ -475,7 +475,13 @@ _W4_Q4_K = WeightSpec(
 )
 _W4_TWO_LEVEL = _W4.model_copy(update={"two_level": True})
 _KV, _KV_FP8 = KVCacheSpec(), KVCacheSpec(dtype="fp8_e4m3")
-_KV4 = KVCacheSpec(dtype="int4", granularity="per_token_head", rotate_keys=True, center_keys=True)
+_KV4 = KVCacheSpec(
+    dtype="int4",
+    granularity="per_token_head",
+    rotate_keys=True,
+    center_keys=True,
+    compensate_keys=True,
+)
 _W_FP8 = WeightSpec(dtype="fp8_e4m3")
 _NVFP4 = WeightSpec(dtype="fp4_e2m1", granularity="group", group_size=NV_GROUP)
 _MXFP4 = WeightSpec(dtype="fp4_e2m1", granularity="group", group_size=MX_GROUP)

@@ -36,6 +36,8 @@ class KVPool:
             It stands in every key of a head, so that a query's products with them all shrink by one
             number, which the softmax does not see (Zhang et al., "SageAttention", arXiv 2410.02367,
             section 4.2); never there beside a softcap or sinks, which would.
+        k_feedback: fp32 [Hkv, D, D] of int4 keys with dynamic scales that are rounded with feedback
+            (`kernels.packed_cache.compensated`); or None.
         sink_k: Keys of sink tokens, which are not quantized: [blocks, Hkv, n, D] floats of the
             tokens at the first n positions of a sequence, n at most 16, by the number of its first
             block. They are turned, and less `k_offset`, as all keys are. None where there are none.
@@ -51,6 +53,7 @@ class KVPool:
     dynamic: bool = False
     turn: int = 0
     k_offset: Tensor | None = None
+    k_feedback: Tensor | None = None
     sink_k: Tensor | None = None
     sink_v: Tensor | None = None
 

@@ -39,7 +39,7 @@ from kernels.numerics import (
     fake_quantize_activations,
     quantize,
 )
-from kernels.packed_cache import pack_halves, token_scales, turned
+from kernels.packed_cache import compensated, pack_halves, token_scales, turned
 
 RUN = 1024  # inputs whose int8 products add up exactly in fp32: 127 * 128 * 1024 < 2^24
 ROWS = 16  # of one float product
@@ -191,7 +191,10 @@ def write_kv(
         own = positions < pool.sink_tokens
         for x, held in ((k, pool.sink_k), (v, pool.sink_v)):
             held[block[own], :, positions[own]] = x[own].to(held.dtype)
-    for x, held, scale in ((k, pool.k, pool.k_scale), (v, pool.v, pool.v_scale)):
+    for x, held, scale, feedback in (
+        (k, pool.k, pool.k_scale, pool.k_feedback),
+        (v, pool.v, pool.v_scale, None),
+    ):
         if scale is None:
             held[block, :, offset] = x.to(held.dtype)
             continue
@@ -204,5 +207,5 @@ def write_kv(
             scale[block, :, offset] = own[..., 0].to(scale.dtype)
         else:
             own = scale.reshape(1, scale.shape[0], -1)  # [1, Hkv, 1 or D]
-        q = quantize(x, own, kind)
+        q = quantize(x, own, kind) if feedback is None else compensated(x, own, feedback)
         held[block, :, offset] = pack_halves(q) if kind is INT4 else q

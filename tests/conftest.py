@@ -245,6 +245,9 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
                 k, v = torch.tensor([0.04]), torch.linspace(0.02, 0.03, own.v)[None]
             if scheme.kv_cache.center_keys:
                 file.set_beside({f"{attention}.k_offset": torch.zeros(own.heads, own.k)})
+            if scheme.kv_cache.compensate_keys:
+                seen = torch.arange(1.0, own.k + 1).diag() + 1
+                file.set_beside({f"{attention}.q_moments": seen.repeat(own.heads, 1, 1)})
             if scheme.kv_cache.dynamic:
                 continue
             file.set_kv_scales(attention, k, v)

@@ -30,7 +30,7 @@ from formats.families.registry import find_family
 from formats.families.sizes import latent_sizes
 from formats.modeling.layers import attention_of_blocks, structure_of
 from kernels.numerics import INT4, TYPES, dequantize, fake_quantize, fake_quantize_activations
-from kernels.packed_cache import token_scales, turn_size, turned
+from kernels.packed_cache import compensated, feedback_of, token_scales, turn_size, turned
 
 ATTENTION = "tests_fake_quantized"
 LEAVES = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
@@ -60,6 +60,7 @@ def fake_quantized_logits(checkpoint: Checkpoint, ids: Tensor) -> Tensor:
                 static = checkpoint.kv_scales.get(name, (None, None))
                 module.fake_cache = checkpoint.kv_scheme_of(name), *static
                 module.fake_offset = checkpoint.kv_offsets.get(name)
+                module.fake_moments = checkpoint.query_moments.get(name)
                 _round_latents(module, checkpoint)
     with torch.no_grad(), RoundedInputs(checkpoint, model):
         return model(ids[None]).logits[0].float()
@@ -162,12 +163,22 @@ def cached(x: Tensor, spec: KVCacheSpec, role: CacheRole, scale: Tensor | None) 
 
 
 def cached_keys(
-    k: Tensor, spec: KVCacheSpec, scale: Tensor | None, offset: Tensor | None
+    k: Tensor,
+    spec: KVCacheSpec,
+    scale: Tensor | None,
+    offset: Tensor | None,
+    moments: Tensor | None,
 ) -> Tensor:
     """K as the cache gives it back, turned back and with what was subtracted."""
     size = turn_size(k.shape[-1]) if spec.rotate_keys else 1
     taken = torch.zeros(()) if offset is None else turned(offset[None, :, None], size)
-    seen = cached(turned(k.float(), size) - taken, spec, "k_cache", scale)
+    moved = turned(k.float(), size) - taken
+    if moments is None:
+        seen = cached(moved, spec, "k_cache", scale)
+    else:
+        scales = token_scales(moved).float()
+        q = compensated(moved.transpose(1, 2), scales.transpose(1, 2), feedback_of(moments, size))
+        seen = q.transpose(1, 2) * scales
     return turned(seen + taken, size)
 
 
@@ -192,7 +203,7 @@ def _attend(
     if (size := getattr(module, "rotated_size", None)) is not None:
         key = torch.cat((key[..., :-size], cached(key[..., -size:], spec, "k_cache", k_scale)), -1)
     else:
-        key = cached_keys(key, spec, k_scale, module.fake_offset)
+        key = cached_keys(key, spec, k_scale, module.fake_offset, module.fake_moments)
         value = cached(value, spec, "v_cache", v_scale)
     return eager(module, query, key, value, *args, **kwargs)
 

@@ -1,8 +1,10 @@
 """The scales of a quantized cache: ours lie beside the served files, others' among them.
 
     quant/kv_scales.safetensors   A.k_scale and A.v_scale of each attention module A, fp32, where
-                                  they are static; A.k_offset [Hkv, D] where keys are centred; and
-                                  the specification in the file's metadata: what this project writes
+                                  they are static; A.k_offset [Hkv, D] where keys are centred;
+                                  A.q_moments [Hkv, D, D] where they are compensated, second moments
+                                  of the queries that read them; and the specification in the file's
+                                  metadata: what this project writes
     the served files              the same names, with `kv_cache_scheme` in `quantization_config`:
                                   [1] per tensor, [Hkv, 1, 1] per head (strategy attn_head)
 
@@ -51,16 +53,18 @@ class CacheScales:
     """How a cache is quantized, and its static scales.
 
     Attributes:
-        files: Where each tensor is read from, by `A.k_scale`, `A.v_scale` and `A.k_offset`.
+        files: Where each tensor is read from, by its name, such as `A.k_scale`.
         by_attention: Static (K, V) scales, fp32 [Hkv] (of K [Hkv, D] where it is scaled by
             channel; of a latent [1, R] likewise), of each attention module by its full name.
         offsets: What is subtracted from K, fp32 [Hkv, D], likewise.
+        moments: Second moments of the queries that read K, fp32 [Hkv, D, D], likewise.
     """
 
     schemes: CacheSchemes = field(default_factory=CacheSchemes)
     files: Mapping[str, TensorFile] = field(default_factory=dict)
     by_attention: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     offsets: Mapping[str, Tensor] = field(default_factory=dict)
+    moments: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def read_cache(
@@ -139,7 +143,8 @@ def cache_tensors(spec: KVCacheSpec | None) -> tuple[str, ...]:
     if spec is None:
         return ()
     scales = () if spec.dynamic else ("k_scale", "v_scale")
-    return (*scales, "k_offset") if spec.center_keys else scales
+    beside = {"k_offset": spec.center_keys, "q_moments": spec.compensate_keys}
+    return (*scales, *(leaf for leaf, own in beside.items() if own))
 
 
 def _checked(
@@ -150,26 +155,28 @@ def _checked(
     specs = {name: schemes.of(name) for name in attentions}
     wanted = {f"{name}.{leaf}" for name, spec in specs.items() for leaf in cache_tensors(spec)}
     same_names(wanted, set(files), where)
-    pairs, offsets = {}, {}
+    pairs, offsets, moments = {}, {}, {}
     for name, own in zip(attentions, cached(config), strict=True):
         spec = specs[name]
         if spec is not None and not spec.dynamic:
             k, v = (_scale(spec, f"{name}.{role[0]}_scale", role, files, own) for role in ROLES)
             pairs[name] = (k, v)
         if spec is not None and spec.center_keys:
-            offsets[name] = _offset(f"{name}.k_offset", files, own)
-    return CacheScales(schemes, files, pairs, offsets)
+            offsets[name] = _finite(f"{name}.k_offset", files, (own.heads, own.k))
+        if spec is not None and spec.compensate_keys:
+            moments[name] = _finite(f"{name}.q_moments", files, (own.heads, own.k, own.k))
+    return CacheScales(schemes, files, pairs, offsets, moments)
 
 
-def _offset(name: str, files: Mapping[str, TensorFile], own: Cached) -> Tensor:
-    """What is subtracted from K: fp32 [Hkv, D]."""
-    shape, offset = files[name].tensors[name][1], read_elements(files, [name]).float()
-    if shape != (own.heads, own.k) or not bool(torch.isfinite(offset).all()):
+def _finite(name: str, files: Mapping[str, TensorFile], wanted: tuple[int, ...]) -> Tensor:
+    """A tensor of finite numbers, in fp32."""
+    shape, found = files[name].tensors[name][1], read_elements(files, [name]).float()
+    if shape != wanted or not bool(torch.isfinite(found).all()):
         raise CheckpointError(
             f"{name} has the shape {shape} or holds NaN or infinity; needed are finite numbers "
-            f"{(own.heads, own.k)}. Copy the checkpoint again or write it again"
+            f"{wanted}. Copy the checkpoint again or write it again"
         )
-    return offset.reshape(shape)
+    return found.reshape(shape)
 
 
 def _scale(

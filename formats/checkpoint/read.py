@@ -67,6 +67,8 @@ class Checkpoint(NamedTensors):
         kv_scales: Static (K, V) scales, fp32 [Hkv] (of K [Hkv, D] where it is scaled by channel),
             of each attention module by its full name.
         kv_offsets: What is subtracted from K where keys are centred, fp32 [Hkv, D], likewise.
+        query_moments: Second moments of queries where keys are compensated, fp32 [Hkv, D, D],
+            likewise.
         caches: How the cache of each is quantized.
         sinks: The tokens that are quantized apart, and the scales of their rows.
         scale_table: Origin of each scale, or None for a foreign or float checkpoint.
@@ -82,6 +84,7 @@ class Checkpoint(NamedTensors):
         self.kv_scales = self._cache.by_attention
         main = self._groups[0][1] if self._groups else LayerScheme()
         self.kv_offsets, self.caches = self._cache.offsets, self._cache.schemes
+        self.query_moments = self._cache.moments
         check_own_cache(path, contents.own, self.caches, needed=quantized_kv)
         self.scheme = Scheme(
             weights=main.weights,
@@ -258,7 +261,7 @@ class Checkpoint(NamedTensors):
         """Where each scale is read from that the scale table has a row for."""
         leaves = (".weight_scale", ".input_scale")  # a model may have factors of its own: `x_scale`
         files = {n: f for n, f in self._files.items() if n.endswith(leaves)}
-        files |= {n: f for n, f in self._cache.files.items() if not n.endswith("_offset")}
+        files |= {n: f for n, f in self._cache.files.items() if n.endswith("_scale")}
         return {**files, **self.sinks.files}
 
     @property

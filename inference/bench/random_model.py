@@ -91,6 +91,7 @@ class RandomCheckpoint(Checkpoint):
         self._cache = constant_cache(config, self.scheme)
         self.caches = self._cache.schemes
         self.kv_scales, self.kv_offsets = self._cache.by_attention, self._cache.offsets
+        self.query_moments = self._cache.moments
 
     def __contains__(self, name: str) -> bool:
         module, _, leaf = name.rpartition(".")
@@ -229,7 +230,9 @@ def constant_cache(config: dict[str, Any], scheme: Scheme) -> CacheScales:
     scales = {name: (scale("k_cache", own.k), scale("v_cache", own.v)) for name in static}
     centred = names if spec.center_keys else ()
     offsets = {name: torch.zeros(own.heads, own.k) for name in centred}
-    return CacheScales(CacheSchemes(kv_cache=spec), {}, scales, offsets)
+    seen = names if spec.compensate_keys else ()
+    moments = {name: torch.eye(own.k).repeat(own.heads, 1, 1) for name in seen}
+    return CacheScales(CacheSchemes(kv_cache=spec), {}, scales, offsets, moments)
 
 
 def _as_one(weights: StoredWeight) -> StoredWeight:
@@ -306,7 +309,8 @@ def _write(out: Path, made: RandomCheckpoint) -> None:
                 rows += _add_linear(writer, made, module)
             else:
                 writer.add(name, made.tensor(name))
-        writer.set_beside({f"{name}.k_offset": zeros for name, zeros in made.kv_offsets.items()})
+        for leaf, own in (("k_offset", made.kv_offsets), ("q_moments", made.query_moments)):
+            writer.set_beside({f"{name}.{leaf}": x for name, x in own.items()})
         for attention, scales in made.kv_scales.items():
             writer.set_kv_scales(attention, *scales)
             for role, scale in zip(ROLES, scales, strict=True):

@@ -22,7 +22,7 @@ from inference.models.rotary import held_scales
 from inference.scheduling.blocks import BlockChanges
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import INT4, TYPES
-from kernels.packed_cache import turn_size, turned
+from kernels.packed_cache import feedback_of, turn_size, turned
 
 SINK_TYPE = torch.bfloat16  # of the K and V of sink tokens
 
@@ -37,6 +37,7 @@ class LayerCache:
         spec: How K and V are quantized, or None.
         turn: Channels that are turned together in K; 0 for none.
         offset: What is subtracted from K, after its turn, fp32 [heads, D]; or None.
+        feedback: Of keys that are rounded with feedback, fp32 [heads, D, D]; or None.
         sink_tokens: Tokens at the beginning of a sequence whose K and V are not quantized.
     """
 
@@ -45,6 +46,7 @@ class LayerCache:
     spec: KVCacheSpec | None = None
     turn: int = 0
     offset: Tensor | None = None
+    feedback: Tensor | None = None
     sink_tokens: int = 0
 
     def stored(self, role: CacheRole, dtype: torch.dtype) -> torch.dtype:
@@ -171,8 +173,12 @@ class CacheShape:
                     ROLES, ((*places, layer.size("k_cache")), (*places[:2], *own)), strict=True
                 )
             )
-            offset = None if layer.offset is None else layer.offset.to(device).contiguous()
+            offset, feedback = (
+                None if x is None else x.to(device).contiguous()
+                for x in (layer.offset, layer.feedback)
+            )
             turned_so: dict[str, Any] = {"turn": layer.turn, "k_offset": offset}
+            turned_so["k_feedback"] = feedback
             if layer.sink_tokens:
                 for name, size in (("sink_k", heads.k_size), ("sink_v", heads.v_size)):
                     shape = (self.blocks, heads.count, layer.sink_tokens, size)
@@ -217,6 +223,17 @@ def _quantized(checkpoint: Checkpoint, name: str, heads: KVHeads) -> LayerCache:
         offset = checkpoint.kv_offsets[name]
         offset = offset if heads.channels is None else offset[:, heads.channels]
         own = replace(own, offset=turned(offset, own.turn) if own.turn else offset)
+    if spec.compensate_keys:
+        moments = checkpoint.query_moments[name]
+        if heads.channels is not None:
+            moments = moments[:, heads.channels][:, :, heads.channels]
+        try:
+            own = replace(own, feedback=feedback_of(moments, own.turn))
+        except RuntimeError as error:
+            raise EngineError(
+                f"{name}.q_moments are not those of queries ({error}). Copy the checkpoint again "
+                "or write it again"
+            ) from error
     if spec.dynamic:
         return own
     if not heads.latent:
@@ -250,6 +267,9 @@ def _fitted(layer: LayerCache, sizes: Callable[[int, int], tuple[int, int]]) -> 
     added = wider.heads.k_size - heads.k_size
     if layer.offset is not None:
         wider = replace(wider, offset=torch.nn.functional.pad(layer.offset, (0, added)))
+    if layer.feedback is not None:
+        feedback = torch.nn.functional.pad(layer.feedback, (0, added, 0, added))
+        wider = replace(wider, feedback=feedback)
     if scales is not None and scales[0].dim() > 1:  # of each channel of K
         scales = torch.nn.functional.pad(scales[0], (0, added), value=1.0), scales[1]
     return replace(wider, scales=scales)

@@ -49,7 +49,7 @@ def join(spec: RankSpec, progress: Progress) -> GlooGroup:
 class DeviceSide(Protocol):
     """What a rank does in its own way on each kind of device: CPU or GPU."""
 
-    def join(self, inner: Backend[Any, Any], spec: RankSpec, host: GlooGroup, hidden: int) -> Group:
+    def join(self, inner: Backend, spec: RankSpec, host: GlooGroup, hidden: int) -> Group:
         """The group of the layers of a step, for rows of so many elements.
 
         Args:
@@ -61,12 +61,12 @@ class DeviceSide(Protocol):
         ...
 
     def factory(
-        self, inner: Backend[Any, Any], shard: Shard, group: Group, check: Callable[[], None]
+        self, inner: Backend, shard: Shard, group: Group, check: Callable[[], None]
     ) -> LayerFactory[Any, Any]:
         """Makes the rank's layers."""
         ...
 
-    def free_bytes(self, inner: Backend[Any, Any], ranks: int) -> int:
+    def free_bytes(self, inner: Backend, ranks: int) -> int:
         """Memory that the rank's part of a cache could have."""
         ...
 
@@ -101,7 +101,7 @@ class RankLoader:
         config: The engine's sizes.
     """
 
-    inner: Backend[Any, Any]
+    inner: Backend
     side: DeviceSide
     checkpoint: Checkpoint
     shape: ModelConfig
@@ -115,7 +115,7 @@ class RankLoader:
         cls,
         spec: RankSpec,
         checkpoint: Checkpoint,
-        inner: Backend[Any, Any],
+        inner: Backend,
         side: DeviceSide,
         host: GlooGroup,
     ) -> RankLoader:
@@ -178,4 +178,5 @@ def _cut(layer: LayerCache, heads: Span) -> LayerCache:
         heads=replace(layer.heads, count=heads.count),
         scales=None if layer.scales is None else (layer.scales[0][own], layer.scales[1][own]),
         offset=None if layer.offset is None else layer.offset[own],
+        feedback=None if layer.feedback is None else layer.feedback[own],
     )

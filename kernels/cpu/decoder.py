@@ -43,7 +43,7 @@ class _Block(Structure):
         *[(name, c_void_p) for name in ("before_feed_forward", "after_feed_forward")],
         *[(name, c_void_p) for name in ("q_norm", "k_norm", "sinks")],
         *[(name, c_void_p) for name in ("k_pool", "v_pool", "k_scale", "v_scale")],
-        *[(name, c_void_p) for name in ("k_offset", "sink_k", "sink_v")],
+        *[(name, c_void_p) for name in ("k_offset", "k_feedback", "sink_k", "sink_v")],
         *[(name, c_int64) for name in ("window", "cache_blocks", "turn")],
         *[(name, c_int32) for name in ("k_format", "v_format", "k_scale_kind", "v_scale_kind")],
         *[(name, c_int32) for name in ("whole_norms", "unused")],
@@ -264,8 +264,8 @@ class FusedDecoder:
 
     def _block(self, spec: BlockSpec) -> _Block:
         pool, kinds = spec.pool, check_pool(spec.pool)
-        cache = (pool.k, pool.v, pool.k_scale, pool.v_scale, pool.k_offset, pool.sink_k)
-        cache += (pool.sink_v,)
+        cache = (pool.k, pool.v, pool.k_scale, pool.v_scale, pool.k_offset)
+        cache += (pool.k_feedback, pool.sink_k, pool.sink_v)
         norms = (spec.before_attention, spec.after_attention)
         norms += (spec.before_feed_forward, spec.after_feed_forward, spec.q_norm, spec.k_norm)
         whole = spec.q_norm is not None and len(spec.q_norm) != channels(pool.k)

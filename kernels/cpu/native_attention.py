@@ -61,6 +61,14 @@ def write_kv(
         raise ValueError("dynamic scales need a place for each token, and static ones have none")
     if pool.k_offset is not None and pool.k_offset.shape != k.shape[1:]:
         raise ValueError(f"k_offset is {_shape(pool.k_offset)}; needed is fp32 {list(k.shape[1:])}")
+    wide = (*k.shape[1:], k.shape[2])
+    if pool.k_feedback is not None and (
+        pool.k_feedback.shape != wide or kinds[0] != SCALE_TOKEN_F16 or pool.k.dtype != torch.uint8
+    ):
+        raise ValueError(
+            f"k_feedback is {_shape(pool.k_feedback)}; needed is fp32 {list(wide)}, and int4 keys "
+            "with dynamic scales"
+        )
     if pool.sink_tokens and (positions is None or len(positions) != len(slots)):
         raise ValueError("a pool with sink tokens needs the position of each token: int64 [T]")
     keys, values, problem = native.tokens(k), native.tokens(v), c_int32(0)
@@ -68,7 +76,7 @@ def write_kv(
     where = None if positions is None else positions.to(torch.int64).contiguous()
     args = WriteKvArgs(
         *map(pointer, (keys, values, pool.k, pool.v, pool.k_scale, pool.v_scale)),
-        *map(pointer, (pool.k_offset, pool.sink_k, pool.sink_v, slots, where)),
+        *map(pointer, (pool.k_offset, pool.k_feedback, pool.sink_k, pool.sink_v, slots, where)),
         len(k),
         keys.stride(0),
         values.stride(0),

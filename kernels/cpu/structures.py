@@ -82,7 +82,8 @@ class WriteKvArgs(Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("k", "v", "k_pool", "v_pool", "k_scale", "v_scale")],
-        *[(name, c_void_p) for name in ("k_offset", "sink_k", "sink_v", "slots", "positions")],
+        *[(name, c_void_p) for name in ("k_offset", "k_feedback", "sink_k", "sink_v")],
+        *[(name, c_void_p) for name in ("slots", "positions")],
         *[(name, c_int64) for name in ("tokens", "stride", "v_stride")],
         *[(name, c_int64) for name in ("kv_heads", "dim", "v_dim")],
         *[(name, c_int32) for name in ("k_format", "v_format", "k_scale_kind", "v_scale_kind")],

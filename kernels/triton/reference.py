@@ -16,7 +16,7 @@ import kernels.reference as reference
 from kernels.activations import Activation, Clamped
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.numerics import FP8, INT4, INT8, block_absmax, choose_scale, dequantize, quantize
-from kernels.packed_cache import pack_halves, token_scales, turned, unpack_halves
+from kernels.packed_cache import compensated, pack_halves, token_scales, turned, unpack_halves
 
 
 def grouped_linear(
@@ -312,9 +312,9 @@ def rope_write(
         if slot < 0:
             continue
         page, place = divmod(slot, 64)
-        for x, pool, scale in (
-            (keys[token], cache.k[page, :, place], cache.k_scale),
-            (v[token].float(), cache.v[page, :, :, place], cache.v_scale),
+        for x, pool, scale, feedback in (
+            (keys[token], cache.k[page, :, place], cache.k_scale, cache.k_feedback),
+            (v[token].float(), cache.v[page, :, :, place], cache.v_scale, None),
         ):  # [Hkv, D]
             if scale is None:
                 pool.copy_(x)
@@ -329,7 +329,7 @@ def rope_write(
                 own = scale[page, :, place].float().reshape(-1, 1)
             else:
                 own = scale.reshape(scale.shape[0], -1)
-            held = quantize(x, own, kind)
+            held = quantize(x, own, kind) if feedback is None else compensated(x, own, feedback)
             pool.copy_(pack_halves(held) if kind is INT4 else held)
     if growth is not None:
         rotated = rotated * growth[:, None, None]

@@ -25,6 +25,8 @@ from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from calibrate.block import DecoderBlock
 with later():
     import torch
 
@@ -79,8 +81,8 @@ class Clip(Method):
 
     def solve(self, work: BlockWork) -> None:
         """Choose a factor for each distinct input, those before it as they were chosen."""
-        samples = work.samples(self.spec.search_samples)
-        reference = [work.block.run(sample) for sample in samples]
+        block = work.block.begins(self.spec.search_samples)
+        reference = [block.run(index) for index in range(len(block.inputs))]
         rounded = {n: layer.dequantized() for n, layer in rounding.round_to_nearest(work).items()}
         together: dict[str, list[str]] = {}
         for name in work.targets:
@@ -90,7 +92,7 @@ class Clip(Method):
         self.solved = {}
         for names in together.values():
             errors = {
-                factor: self._error(work, names, rounded, factor, reference)
+                factor: self._error(work, names, rounded, factor, block, reference)
                 for factor in (1.0, *self.spec.factors)
             }
             best = min(errors, key=lambda factor: errors[factor])
@@ -124,13 +126,12 @@ class Clip(Method):
         names: Sequence[str],
         rounded: dict[str, Tensor],
         factor: float,
+        block: DecoderBlock,
         reference: Sequence[Tensor],
     ) -> float:
-        """Squared error of the block's outputs, summed exactly over the samples."""
+        """Squared error of the block's outputs, summed exactly over its inputs."""
         with _clipped(work, names, rounded, factor):
-            return math.fsum(
-                work.loss(work.block.run(sample), y) for sample, y in enumerate(reference)
-            )
+            return math.fsum(work.loss(block.run(i), y) for i, y in enumerate(reference))
 
 
 @contextmanager

@@ -31,8 +31,10 @@ Q_j. The factors are then
 
     lambda_j = (rms(K_j, K_{j + D/2}) / rms(Q_j, Q_{j + D/2}))^(alpha / 2)
 
-of K less its mean where the cache centres it, Q of all heads that read the KV head. What alpha
-trades there is trust in these few samples; largest magnitudes alone would even out what turning
+of K less its mean where the cache centres it, Q of all heads that read the KV head. Where keys are
+rounded with feedback (`compensate_keys`), their errors follow what Q does not see, whatever the
+factors, and more of them serves K: lambda_j = (rms(K)^3 / rms(Q))^(alpha / 4). What alpha trades
+there is trust in these few samples; largest magnitudes alone would even out what turning
 evens out for nothing.
 """
 
@@ -64,6 +66,7 @@ with later():
     import torch
     from torch import nn
 
+    import kernels.packed_cache as packed_cache
     from calibrate import replay
     from ptq.methods.common import cache
 
@@ -178,7 +181,8 @@ class SmoothK(Method):
         absmax = work.observed(work.block.attended, "k_cache").channel_absmax  # [kv heads, D]
         alphas = self.spec.alphas if self.spec.alpha == "search" else (self.spec.alpha,)
         exact = any(not _takes_any_factor(work, name) for name in (k, q))
-        runs = replay.Replay(work.block, (), work.feed_forward_norm)
+        own = work.block.begins(self.spec.search_samples)
+        runs = replay.Replay(own, (), work.feed_forward_norm)
         reference, basis = self._reference(work, runs, q, absmax)
         if len(work.module(k).get_parameter("weight")) == work.head_dim:  # all heads have one norm
             basis = basis.amax(dim=0, keepdim=True).expand_as(basis)
@@ -199,7 +203,7 @@ class SmoothK(Method):
         self, work: BlockWork, runs: Replay, q: str, absmax: Tensor
     ) -> tuple[list[Tensor], Tensor]:
         """What samples give with K as it is, and what a strength of 1 takes for factors."""
-        samples, spec = work.samples(self.spec.search_samples), work.scheme.kv_cache
+        samples, spec = range(len(runs.block.inputs)), work.scheme.kv_cache
         if spec is None or not spec.rotate_keys:
             return [runs.run(sample, lambda k, v: (k, v)) for sample in samples], absmax
         power = _Power(work, q, absmax)
@@ -238,6 +242,8 @@ class _Power:
         self.keys = torch.zeros_like(absmax).double()
         self.queries = torch.zeros(len(self.q.get_parameter("weight")), dtype=torch.float64)
         self.centre = _centre(work)
+        spec = work.scheme.kv_cache
+        self.compensates = spec is not None and spec.compensate_keys
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -254,8 +260,8 @@ class _Power:
 
     def observe(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add up keys [tokens, kv heads, D], those of sink tokens left out; a `Cache`."""
-        ordinary = (k - self.centre)[self.work.block.sinks :]
-        self.keys += ordinary.double().square().sum(dim=0).cpu()
+        ordinary = (k - self.centre)[..., self.work.block.sinks :, :, :]
+        self.keys += ordinary.double().flatten(0, -3).square().sum(dim=0).cpu()
         return k, v
 
     def basis(self) -> Tensor:
@@ -274,7 +280,8 @@ class _Power:
             for x in (self.keys, queries)
         ]
         ratio = sums[0] / sums[1]
-        return torch.where((sums[0] > 0) & (sums[1] > 0), ratio, torch.zeros_like(ratio)) ** 0.25
+        found = ratio**0.125 * sums[0] ** 0.25 if self.compensates else ratio**0.25
+        return torch.where((sums[0] > 0) & (sums[1] > 0), found, torch.zeros_like(found))
 
 
 def _has_keys(work: BlockWork) -> bool:
@@ -329,11 +336,15 @@ def _error(
     spec = work.scheme.kv_cache
     assert spec is not None
     seen, divisor = absmax.double() / factors, factors.float().to(work.block.device)
-    centre = _centre(work)
+    centre, feedback = _centre(work), None
+    if spec.compensate_keys:
+        moments = work.query_moments() * (factors[:, :, None] * factors[:, None])
+        size = packed_cache.turn_size(work.head_dim) if spec.rotate_keys else 0
+        feedback = packed_cache.feedback_of(moments, size).to(work.block.device)
 
     def cached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         moved = (k - centre) / divisor
-        held = cache.through_cache(moved, seen, spec, "k_cache", work.block.sinks)
+        held = cache.through_cache(moved, seen, spec, "k_cache", work.block.sinks, feedback)
         return held * divisor + centre, v
 
     return math.fsum(work.loss(runs.run(sample, cached), y) for sample, y in enumerate(reference))

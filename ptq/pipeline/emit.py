@@ -186,6 +186,8 @@ def cache_tensors(
     tensors, entries = ({}, []) if spec.dynamic else _kv_scales(work, spec, observer)
     if spec.center_keys:
         tensors[f"{work.block.attention}.k_offset"] = work.key_mean().float()
+    if spec.compensate_keys:
+        tensors[f"{work.block.attention}.q_moments"] = work.query_moments().float()
     return tensors, entries
 
 

@@ -64,13 +64,13 @@ class HeadBlock(DecoderBlock):
         *,
         on_input: OnInput | None = None,
         samples: Sequence[int] | None = None,
-        begin: Callable[[int], None] = lambda _: None,
+        begin: Callable[[Sequence[int]], None] = lambda _: None,
         **_: object,
     ) -> list[Tensor]:
         """`run` on some samples; None for all."""
         found = []
         for sample in range(len(self.inputs)) if samples is None else samples:
-            begin(sample)
+            begin([sample])
             found.append(self.run(sample, on_input=on_input))
         return found
 

@@ -77,8 +77,9 @@ def powers(work: BlockWork, layers: Mapping[str, QuantizedLinear]) -> dict[str, 
             exact = y if bias is None else y - bias
             outputs[name].append(_powers(exact, F.linear(seen, weights[name])))
 
-    for sample in work.samples(COMPARED) if len(known) < len(layers) else ():
-        work.block.run(sample, on_product=compare)
+    block = work.block.begins(COMPARED if len(known) < len(layers) else 0)
+    for index in range(len(block.inputs)):
+        block.run(index, on_product=compare)
     return {
         name: LayerPowers(
             [_powers(linears[name].weight, weights[name])], inputs[name], outputs[name]
@@ -157,8 +158,9 @@ def cache_ratios(work: BlockWork, scales: Mapping[Role, Tensor]) -> dict[Role, f
                 pair = _powers(x[:, head], seen[:, head])
                 powers.setdefault((role, head), []).append(pair)
 
-    for sample in work.samples(COMPARED):
-        work.block.run(sample, on_kv=compare)
+    block = work.block.begins(COMPARED)
+    for index in range(len(block.inputs)):
+        block.run(index, on_kv=compare)
     ratios = {key: _ratio_db(pairs) for key, pairs in powers.items()}
     return {
         role: min(

@@ -6,14 +6,17 @@ Maxima and counts of the devices are merged, and second moments added up in the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from calibrate.attention import watched_queries
 from calibrate.roles import SINK_INPUT, SINK_TOKENS
 from calibrate.statistics import Statistics
-from calibrate.workers import InTurn, run_size, samples_of, shares
+from calibrate.transfers import run_size
+from calibrate.workers import InTurn, samples_of, shares
 from formats.errors import RecipeError
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.fisher import WeightedMoments
@@ -47,6 +50,7 @@ class Pass:
         self.statistics = [Statistics() for _ in team.devices]
         self.routed: list[dict[str, Tensor]] = [{} for _ in team.devices]
         self.key_sums: dict[int, Tensor] = {}  # of a sample's channels
+        self.query_moments: dict[int, Tensor] = {}  # of a sample
         self.turns = InTurn(team)
         wanted = {method.moments for method in methods} | ({"full"} if hessians else set())
         self.moments = self.weighted = None
@@ -71,15 +75,20 @@ class Pass:
         count = len(self.work.block.inputs)
         samples = samples_of(worker, count, len(self.team))
         eye = _Eye(self, worker, run_size(count))
+        block, cache = self.team.block(worker), self.work.scheme.kv_cache
+        queries: AbstractContextManager[None] = nullcontext()
+        if cache is not None and cache.compensate_keys and block.attention is not None:
+            queries = watched_queries(block.submodule(block.attention), eye.on_queries)
         try:
-            outputs = self.team.block(worker).outputs(
-                on_input=eye.on_input,
-                on_sinks=eye.on_sinks,
-                on_kv=eye.on_kv,
-                on_route=eye.on_route,
-                samples=samples,
-                begin=eye.begin,
-            )
+            with queries:
+                outputs = block.outputs(
+                    on_input=eye.on_input,
+                    on_sinks=eye.on_sinks,
+                    on_kv=eye.on_kv,
+                    on_route=eye.on_route,
+                    samples=samples,
+                    begin=eye.begin,
+                )
         except RecipeError:
             self.statistics[worker].gathered()  # which names the layer, where it can
             raise
@@ -92,10 +101,10 @@ class Pass:
         work, statistics = self.work, self.statistics[0]
         for other in self.statistics[1:]:
             statistics.merge(other)
-        if self.key_sums:
-            assert work.block.attention is not None
-            sums = torch.stack([self.key_sums[i] for i in sorted(self.key_sums)]).sum(0)
-            statistics[work.block.attention, "k_cache"].channel_sum = sums
+        for name, kept in (("channel_sum", self.key_sums), ("query_moments", self.query_moments)):
+            if kept:
+                sums = torch.stack([kept[i] for i in sorted(kept)]).sum(0)
+                setattr(statistics[work.block.attended, "k_cache"], name, sums)
         for name in work.block.linears:
             for role in ("input", SINK_INPUT) if work.block.sinks else ("input",):
                 key = self.stand_in[name], role
@@ -125,64 +134,84 @@ class _Eye:
         self.moments = None if of.moments is None else of.moments.part()
         self.weighted = None if of.weighted is None else of.weighted.part()
         self.observed = set(of.stand_in.values())
-        self.sample: int | None = None
-        self.energy = torch.zeros(())  # mean of |x|^2 of a layer's ordinary tokens
+        self.samples: Sequence[int] = ()  # those that are shown together
+        self.energy = torch.zeros(())  # mean of |x|^2 of a layer's ordinary tokens, by sample
 
-    def begin(self, sample: int) -> None:
+    def begin(self, samples: Sequence[int]) -> None:
         self.of.team.check()
-        if self.sample is not None and sample // self.size != self.sample // self.size:
+        if self.samples and samples[0] // self.size != self.samples[0] // self.size:
             self.end_run()
-        self.sample = sample
+        self.samples = samples
+
+    def each(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Samples, and what is of each: equal parts of the rows."""
+        return zip(self.samples, x.chunk(len(self.samples)), strict=True)
 
     def end_run(self) -> None:
         """Add the sums of a run, when it is its turn."""
-        if self.sample is None or (self.moments is None and self.weighted is None):
+        if not self.samples or (self.moments is None and self.weighted is None):
             return
-        with self.of.turns.turn(self.sample // self.size):
+        with self.of.turns.turn(self.samples[0] // self.size):
             if self.moments is not None and self.of.moments is not None:
                 self.of.moments.merge(self.moments)
             if self.weighted is not None and self.of.weighted is not None:
                 self.of.weighted.merge(self.weighted)
 
     def on_input(self, name: str, x: Tensor) -> None:
-        assert self.sample is not None
         if self.of.work.block.sinks and (self.moments or self.weighted):
-            self.energy = x.float().square().sum(dim=1).mean()
+            squares = x.float().square().sum(dim=1)
+            self.energy = torch.stack([own.mean() for _, own in self.each(squares)])
         if self.moments is not None:
             self.moments.observe(name, x)
-        if self.weighted is not None:
-            self.weighted.observe(name, x, self.sample)
-        for method in self.of.methods:
-            method.observe(name, x, self.sample)
+        for sample, own in self.each(x):
+            if self.weighted is not None:
+                self.weighted.observe(name, own, sample)
+            for method in self.of.methods:
+                method.observe(name, own, sample)
         if name in self.observed:
-            first = self.of.work.block.sinks
-            self.statistics.observe(name, "input", x, histogram=self.of.histograms, first=first)
+            self.statistics.observe(
+                name,
+                "input",
+                x,
+                histogram=self.of.histograms,
+                first=self.of.work.block.sinks,
+                samples=len(self.samples),
+            )
 
     def on_sinks(self, name: str, x: Tensor) -> None:
         """Sink tokens of a sample, after its others: in moments of as much energy as some of these.
 
         Left out, their channels would be free to be spoiled; as they are, nothing else would count.
         """
-        assert self.sample is not None
         if self.moments is not None or self.weighted is not None:
             own = x.float().square().sum(dim=1, keepdim=True).clamp(min=1e-30)
-            rows = x.float() * (SINK_TOKENS * self.energy / own).sqrt()
+            energy = self.energy.repeat_interleave(len(x) // len(self.samples))[:, None]
+            rows = x.float() * (SINK_TOKENS * energy / own).sqrt()
             if self.moments is not None:
                 self.moments.observe(name, rows, 0)
             if self.weighted is not None:
-                self.weighted.observe_sinks(name, rows, self.sample)
+                for sample, part in self.each(rows):
+                    self.weighted.observe_sinks(name, part, sample)
         if name in self.observed:
-            self.statistics.observe(name, SINK_INPUT, x, histogram=False)
+            count = len(self.samples)
+            self.statistics.observe(name, SINK_INPUT, x, histogram=False, samples=count)
 
     def on_kv(self, k: Tensor, v: Tensor) -> None:
         work, counted = self.of.work, self.of.histograms
         assert work.block.attention is not None
         cache = work.scheme.kv_cache
         if cache is not None and cache.center_keys:
-            assert self.sample is not None
-            self.of.key_sums[self.sample] = k.sum(0, dtype=torch.float64).cpu()
+            for sample, own in self.each(k):
+                self.of.key_sums[sample] = own.sum(0, dtype=torch.float64).cpu()
         for role, x in (("k_cache", k), ("v_cache", v)):
-            self.statistics.observe(work.block.attention, role, x, histogram=counted)
+            name, count = work.block.attention, len(self.samples)
+            self.statistics.observe(name, role, x, histogram=counted, samples=count)
+
+    def on_queries(self, q: Tensor) -> None:
+        for sample, own in zip(self.samples, q, strict=True):  # [kv heads, group, tokens, D]
+            seen = own[:, :, self.of.work.block.sinks :].flatten(1, 2).float()
+            moments = (seen.mT @ seen).double().cpu()
+            self.of.query_moments[sample] = (moments + moments.mT) / 2
 
     def on_route(self, experts: str, counts: Tensor) -> None:
         known = self.routed.get(experts)

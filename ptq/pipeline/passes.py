@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from calibrate.block import DecoderBlock
-from calibrate.transfers import passed_through
+from calibrate.transfers import passed_through, run_size
 from calibrate.workers import in_order_of_samples, samples_of
 from formats.families.sizes import heads_of, turning_pairs
 from formats.modeling.layers import common_inputs, structure_of
@@ -57,10 +57,11 @@ def quantized_outputs(work: BlockWork, team: Team | None = None) -> list[Tensor]
 
     def run(worker: int) -> list[Tensor]:
         part, chosen = work.part(team.block(worker)), samples_of(worker, len(inputs), len(team))
+        groups = part.block.together(chosen, run_size(len(inputs)))
         with quantized_block(part), torch.no_grad():
-            own, left = [inputs[i] for i in chosen], iter(chosen)
+            own, left = [[inputs[i] for i in group] for group in groups], iter(groups)
             forward = part.block.forward
-            return passed_through(own, lambda x: forward(x, next(left)), part.block.device)
+            return passed_through(own, lambda x: forward(x, next(left)[0]), part.block.device)
 
     found = team.each(f"running samples through the quantized {work.block.name}", run)
     return in_order_of_samples(found, len(inputs))

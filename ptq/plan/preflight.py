@@ -306,6 +306,7 @@ def predict_checkpoint(
         for role, size in () if spec.dynamic else sizes.items():
             total += 4 * math.prod(spec.scale_shape(role, own.heads, size, latent=own.latent))
         total += 4 * own.heads * own.k if spec.center_keys else 0
+        total += 4 * own.heads * own.k**2 if spec.compensate_keys else 0
     return total
 
 

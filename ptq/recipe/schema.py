@@ -497,9 +497,9 @@ class Recipe(Strict):
 
     @property
     def centers(self) -> bool:
-        """Whether keys are centred, by means that follow from data."""
+        """Whether keys are centred or compensated, by sums that follow from data."""
         caches = (self.scheme.kv_cache, *(entry.kv_cache for entry in self.caches))
-        return any(cache is not None and cache.center_keys for cache in caches)
+        return any(c is not None and (c.center_keys or c.compensate_keys) for c in caches)
 
     def cache_of(self, block: str) -> KVCacheSpec | None:
         """What `caches` and `scheme` want of the cache of a block, by its full name."""

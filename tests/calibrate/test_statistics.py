@@ -22,6 +22,9 @@ def seen(seed: int = 0) -> Statistics:
     statistics.observe("b.up_proj", "input", torch.randn(50, 24, generator=generator))
     statistics.observe("a.self_attn", "k_cache", torch.randn(9, 2, 8, generator=generator))
     statistics.observe("a.self_attn", "v_cache", torch.zeros(9, 2, 8))
+    keys = statistics["a.self_attn", "k_cache"]
+    keys.channel_sum = torch.ones(2, 8, dtype=torch.float64) * (1 + seed)
+    keys.query_moments = torch.eye(8, dtype=torch.float64).repeat(2, 1, 1)
     return statistics
 
 
@@ -138,6 +141,24 @@ def edited(path: Path, **arrays: torch.Tensor | None) -> None:
 )
 def test_numbers_that_no_calibration_leaves_behind(saved, arrays):
     edited(saved, **arrays)
+    refused(saved)
+
+
+def test_sums_merge_and_follow_their_channels():
+    keys, other = (seen(i)["a.self_attn", "k_cache"] for i in range(2))
+    keys.merge(other)
+    assert torch.equal(keys.channel_sum, torch.full((2, 8), 3.0).double())
+    assert torch.equal(keys.query_moments, 2 * other.query_moments)
+    factor = torch.arange(1.0, 17).view(2, 8).double()
+    divided = keys.divided(factor)
+    torch.testing.assert_close(divided.channel_sum, 3 / factor)
+    assert torch.equal(divided.query_moments, torch.diag_embed(2 * factor**2))
+
+
+def test_moments_of_another_shape_are_refused(saved):
+    held = load_file(saved)
+    held["a.self_attn/k_cache/query_moments"] = torch.eye(8).double()
+    save_file(held, saved, metadata=artifact._header(held))
     refused(saved)
 
 

@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from calibrate.workers import RUNS, InTurn, Task, Workers, samples_of, shares
+from calibrate.transfers import RUNS
+from calibrate.workers import InTurn, Task, Workers, samples_of, shares
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,16 @@ import kernels.reference as reference
 import kernels.reference_attention as reference_attention
 from formats.residual_rotation import hadamard_matrix
 from kernels.attention_inputs import AttentionInputs, KVPool
-from kernels.packed_cache import pack_halves, turn_size, turned, unpack_halves
+from kernels.packed_cache import (
+    DAMPING,
+    compensated,
+    feedback_of,
+    pack_halves,
+    token_scales,
+    turn_size,
+    turned,
+    unpack_halves,
+)
 
 
 def test_two_numbers_share_a_byte():
@@ -30,6 +39,50 @@ def test_turning_is_an_orthogonal_matrix_for_each_run(dim, size):
     wanted = x.double().unflatten(-1, (-1, size)) @ (matrix / math.sqrt(size))
     assert torch.allclose(turned(x, size).double(), wanted.flatten(-2), atol=1e-6)
     assert torch.allclose(turned(turned(x, size), size), x, atol=1e-6)
+
+
+def queries_of(heads: int, dim: int) -> torch.Tensor:
+    """Queries [heads, n, dim] of which some directions are far larger than others."""
+    generator = torch.Generator().manual_seed(5)
+    mixed = torch.randn(heads, dim, dim, generator=generator) * torch.logspace(-1, 1, dim)
+    return torch.randn(heads, 8 * dim, dim, generator=generator) @ mixed.mT
+
+
+def test_feedback_is_the_best_answer_to_the_errors_of_later_channels():
+    heads, dim, size = 2, 16, 8
+    q = queries_of(heads, dim)
+    found = feedback_of(q.mT @ q, size).double()
+    seen = turned(q, size).double()
+    moments = seen.mT @ seen
+    mean = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    moments += DAMPING * mean * torch.eye(dim)
+    errors = torch.randn(heads, dim, generator=torch.Generator().manual_seed(6)).double()
+    for j in range(4, dim, 4):  # the least e^T M e where channels before j may err by any number
+        later = moments[:, :j, j:] @ errors[:, j:, None]
+        best = -torch.linalg.solve(moments[:, :j, :j], later)[:, j - 4 :, 0]
+        moved = (errors[:, j:, None] * found[:, j:, j - 4 : j]).sum(1)
+        assert torch.allclose(-moved, best, rtol=1e-4, atol=1e-5), j
+        assert not found[:, j - 4 : j, j - 4 :].any()
+
+
+def test_feedback_lessens_what_queries_see_of_the_error():
+    heads, dim = 2, 64
+    q = queries_of(heads, dim)
+    x = torch.randn(200, heads, dim, generator=torch.Generator().manual_seed(7))
+    scale = token_scales(x).float()
+    seen = turned(q, dim)
+
+    def error(feedback: torch.Tensor) -> torch.Tensor:
+        held = compensated(x, scale, feedback) * scale
+        return torch.einsum("thd,hqd->thq", held - x, seen).square().mean()
+
+    plain = feedback_of(torch.eye(dim).repeat(heads, 1, 1), dim)
+    assert not plain.any()
+    assert torch.equal(
+        compensated(x, scale, plain), (x / scale).round().clamp(-8, 7).to(torch.int8)
+    )
+    assert error(feedback_of(q.mT @ q, dim)) < 0.4 * error(plain)
+    assert not feedback_of(torch.zeros(heads, dim, dim), dim).any()  # no query was seen
 
 
 @pytest.mark.parametrize("kind", ["static", "by channel", "dynamic", "int8 keys"])

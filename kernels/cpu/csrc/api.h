@@ -169,6 +169,7 @@ struct WriteKvArgs {
   void *k_pool, *v_pool;
   float *k_scale, *v_scale;  // of tokens: written
   const float* k_offset;     // [kv_heads, dim], subtracted from k, or null
+  const float* k_feedback;   // [kv_heads, dim, dim] of int4 keys: see kv_write.h; or null
   // bf16 of tokens at the first positions of a sequence, by its first block: [blocks, kv_heads,
   // sink_tokens, dim], [..., v_dim]; or null.
   uint16_t *sink_k, *sink_v;

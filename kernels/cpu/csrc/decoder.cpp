@@ -292,6 +292,7 @@ class StepRunner {
     args.k_format = block.k_format;
     args.v_format = block.v_format;
     args.k_offset = block.k_offset;
+    args.k_feedback = block.k_feedback;
     args.k_scale_kind = block.k_scale_kind;
     args.v_scale_kind = block.v_scale_kind;
     args.blocks = block.cache_blocks;

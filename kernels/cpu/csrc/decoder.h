@@ -29,7 +29,7 @@ struct Block {
   const float* sinks;            // [heads] or null
   void *k_pool, *v_pool;         // as in AttentionArgs
   float *k_scale, *v_scale;
-  const float* k_offset;         // as in WriteKvArgs
+  const float *k_offset, *k_feedback;  // as in WriteKvArgs
   uint16_t *sink_k, *sink_v;     // likewise
   int64_t window, cache_blocks;
   int64_t turn;  // channels of q and k that are turned together, or 0

@@ -41,6 +41,35 @@ static void write_quantized(const float* x, void* out, int64_t dim, int32_t form
   }
 }
 
+// One head of one token in int4, blocks of four channels from the last to the first: the error of
+// each channel, times its row of `feedback` [dim, dim], 0 from its block on, moves those before.
+// `moved` is space for dim floats and W more.
+static void write_compensated(const float* x, void* out, int64_t dim, float scale,
+                              const float* feedback, float* moved) {
+  constexpr int64_t kAtOnce = 4;
+  const int64_t half = dim / 2;
+  uint8_t* bytes = (uint8_t*)out;
+  __builtin_memcpy(moved, x, dim * sizeof(float));
+  for (int64_t start = (dim - 1) / kAtOnce * kAtOnce; start >= 0; start -= kAtOnce) {
+    const int64_t count = dim - start < kAtOnce ? dim - start : kAtOnce;
+    vf error[kAtOnce];
+    for (int64_t i = count - 1; i >= 0; i--) {
+      const int64_t d = start + i;
+      float q = __builtin_rintf(moved[d] / scale);
+      q = q < -8.0f ? -8.0f : q > 7.0f ? 7.0f : q;
+      error[i] = set1(x[d] - q * scale);
+      if (d >= half) bytes[d - half] = (uint8_t)(((int)q + 8) << 4);
+      else bytes[d] = (uint8_t)(bytes[d] | ((int)q + 8));
+    }
+    for (int64_t d = 0; d < start; d += W) {
+      vf sum = load(moved + d);
+      for (int64_t i = count - 1; i >= 0; i--)
+        sum = add(sum, mul(error[i], load_part(feedback + (start + i) * dim + d, dim - d)));
+      store(moved + d, sum);
+    }
+  }
+}
+
 // A scale for a head of one token from its numbers: of int4 that makes -8 of the one of largest
 // magnitude, so that it may be negative.
 static float token_scale(const float* x, int64_t dim, int32_t format) {
@@ -71,9 +100,11 @@ static void write_float(const float* x, void* out, int64_t dim, int32_t format) 
   for (int64_t i = 0; i < dim; i++) to[i] = x[i] == x[i] ? f32_to_bf16(x[i]) : 0x7fc0;
 }
 
-// place: of the head's token in the pool, in tokens. False if the token cannot be scaled.
+// place: of the head's token in the pool, in tokens; feedback: of the head, and space for it, or
+// null. False if the token cannot be scaled.
 static bool write_head(int32_t format, const float* x, int64_t dim, void* pool, float* scales,
-                       int32_t kind, int64_t place, int64_t head) {
+                       int32_t kind, int64_t place, int64_t head, const float* feedback,
+                       float* moved) {
   void* out = (uint8_t*)pool + place * bytes_of(format, dim);
   if (kind == kScaleNone) {
     write_float(x, out, dim, format);
@@ -86,7 +117,8 @@ static bool write_head(int32_t format, const float* x, int64_t dim, void* pool, 
       scale = held_in_f16(scale);
       ((uint16_t*)scales)[place] = f32_to_f16(scale);
     }
-    write_quantized(x, out, dim, format, scale, nullptr);
+    if (feedback != nullptr) write_compensated(x, out, dim, scale, feedback, moved);
+    else write_quantized(x, out, dim, format, scale, nullptr);
   } else if (kind == kScaleChannel) {
     write_quantized(x, out, dim, format, 1.0f, scales + head * dim);
   } else {
@@ -97,7 +129,8 @@ static bool write_head(int32_t format, const float* x, int64_t dim, void* pool, 
 
 static void write_kv(const WriteKvArgs& a, const Team& team) {
   static thread_local Scratch scratch;
-  float* centred = a.k_offset == nullptr ? nullptr : scratch.get<float>(a.dim);
+  float* moved = scratch.get<float>(2 * a.dim + W);
+  float* centred = a.k_offset == nullptr ? nullptr : moved + a.dim + W;
   const Range items = share(a.tokens * a.kv_heads, team);
   for (int64_t item = items.begin; item < items.end; item++) {
     const int64_t token = item / a.kv_heads, head = item % a.kv_heads, slot = a.slots[token];
@@ -117,8 +150,12 @@ static void write_kv(const WriteKvArgs& a, const Team& team) {
         write_float(k, a.sink_k + own * a.dim, a.dim, kBF16);
         write_float(v, a.sink_v + own * a.v_dim, a.v_dim, kBF16);
       }
-      if (!write_head(a.k_format, k, a.dim, a.k_pool, a.k_scale, a.k_scale_kind, place, head) ||
-          !write_head(a.v_format, v, a.v_dim, a.v_pool, a.v_scale, a.v_scale_kind, place, head))
+      const float* feedback =
+          a.k_feedback == nullptr ? nullptr : a.k_feedback + head * a.dim * a.dim;
+      if (!write_head(a.k_format, k, a.dim, a.k_pool, a.k_scale, a.k_scale_kind, place, head,
+                      feedback, moved) ||
+          !write_head(a.v_format, v, a.v_dim, a.v_pool, a.v_scale, a.v_scale_kind, place, head,
+                      nullptr, nullptr))
         problem = kNonfinite;
     }
     if (problem) __atomic_fetch_or(a.problem, problem, __ATOMIC_RELAXED);

@@ -23,7 +23,7 @@ from kernels.triton.common import quantize, token_scale
 
 @triton.jit
 def write_keys(
-    a, b, head, slot, written, k_pages, k_scale, k_offset,
+    a, b, head, slot, written, k_pages, k_scale, k_offset, k_feedback,
     HEADS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Quantize both halves of rotated keys and put them in rows; `rope_cache.halves` gives them."""
@@ -54,7 +54,10 @@ def write_keys(
         else:
             scale_a += tl.load(k_scale + head)[None, :, None]
             scale_b += tl.load(k_scale + head)[None, :, None]
-        a, b = quantize(a, scale_a, TYPE), quantize(b, scale_b, TYPE)
+        if k_feedback is not None:
+            a, b = compensated(a, b, own.to(tl.float32), k_feedback, head, DIM, TYPE)
+        else:
+            a, b = quantize(a, scale_a, TYPE), quantize(b, scale_b, TYPE)
     mask = written[:, None, None]
     if not WHOLE:
         mask = mask & (i < half)
@@ -63,6 +66,49 @@ def write_keys(
     else:
         tl.store(place, a.to(TYPE), mask=mask)
         tl.store(place + half, b.to(TYPE), mask=mask)
+
+
+@triton.jit
+def compensated(a, b, scale, feedback, head, DIM: tl.constexpr, TYPE: tl.constexpr):
+    """Both halves rounded with feedback, `kernels.packed_cache.compensated`, plus 8 in uint8.
+
+    Args:
+        scale: Of each head of each token [tokens, heads].
+        feedback: fp32 [Hkv, DIM, DIM].
+        head: Which of its heads they are [heads].
+    """
+    half: tl.constexpr = DIM // 2
+    i = tl.arange(0, a.shape[2])[None, None, :]
+    rows = feedback + head.to(tl.int64)[None, :, None] * (DIM * DIM) + i
+    moved_a, moved_b, q_a, q_b = a, b, tl.zeros_like(a), tl.zeros_like(b)
+    for block in range(half // 4):
+        start = half - 4 - 4 * block
+        q_b, errors = _rounded(moved_b, b, q_b, i, start, scale, TYPE)
+        for j in tl.static_range(4):
+            row, error = rows + (half + start + 3 - j) * DIM, _channel(errors, i, start + 3 - j)
+            moved_a += error * tl.load(row, mask=i < half, other=0.0)
+            moved_b += error * tl.load(row + half, mask=i < start, other=0.0)
+    for block in range(half // 4):
+        start = half - 4 - 4 * block
+        q_a, errors = _rounded(moved_a, a, q_a, i, start, scale, TYPE)
+        for j in tl.static_range(4):
+            row, error = rows + (start + 3 - j) * DIM, _channel(errors, i, start + 3 - j)
+            moved_a += error * tl.load(row, mask=i < start, other=0.0)
+    return (q_a + 8.0).to(tl.uint8), (q_b + 8.0).to(tl.uint8)
+
+
+@triton.jit
+def _rounded(moved, wanted, q, i, start, scale, TYPE: tl.constexpr):
+    """Four channels from `start` on rounded, beside those that are: floats q, and their errors."""
+    near = quantize(moved, scale[:, :, None], TYPE).to(tl.float32) - 8.0
+    q = tl.where((i >= start) & (i < start + 4), near, q)
+    return q, wanted - q * scale[:, :, None]
+
+
+@triton.jit
+def _channel(x, i, which):
+    """One channel of all heads [tokens, heads, 1]."""
+    return tl.sum(tl.where(i == which, x, 0.0), 2)[:, :, None]
 
 
 @triton.jit

@@ -190,6 +190,18 @@ def check_pages(pool: KVPool) -> None:
         all(x is None or x.is_contiguous() for x in (pool.k, pool.v, k_scale, v_scale)),
         "the cache and its scales must be contiguous",
     )
+    fed = pool.k_feedback
+    require(
+        fed is None
+        or (
+            tuple(fed.shape) == (heads, dim, dim)
+            and fed.is_contiguous()
+            and pool.dynamic
+            and pool.k.dtype == PACKED
+        ),
+        f"k_feedback is {fed is not None and tuple(fed.shape)}; needed is contiguous "
+        f"{(heads, dim, dim)}, and int4 keys with dynamic scales",
+    )
 
 
 def check_queries(q: Tensor, inputs: AttentionInputs) -> None:

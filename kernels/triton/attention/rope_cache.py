@@ -3,9 +3,9 @@
 The first programs take a few tokens of a few heads of q or k: they norm them where weights are
 given (RMSNorm of every head, as Qwen3 does), rotate them (Su et al. 2021, in the two-halves layout
 of Llama checkpoints), turn them where the cache says so (`kernels.triton.attention.turn`), and
-store q's rows, or quantize k, less its mean where that is given, and store rows of
-[pages, Hkv, 64, D], of int4 two channels a byte. Nothing is rounded in between. The other programs
-quantize v and store columns of [pages, Hkv, D, 64], the layout that attention reads
+store q's rows, or quantize k, less its mean and with feedback where these are given, and store rows
+of [pages, Hkv, 64, D], of int4 two channels a byte. Nothing is rounded in between. The other
+programs quantize v and store columns of [pages, Hkv, D, 64], the layout that attention reads
 (`kernels.triton.attention.paged_cache`).
 
 Scales are those of a head ([Hkv]), of its channels ([Hkv, D], K alone), or are taken from each
@@ -61,7 +61,7 @@ def halves(x, weight, eps, cos, sin, place, real, DIM: tl.constexpr, NORM: tl.co
 @triton.jit(do_not_specialize=["T"])
 def rope_write_kernel(
     q, k, v, cos, sin, positions, growth, q_norm, k_norm, eps, out, k_pages, v_pages, slots,
-    k_scale, v_scale, k_offset, T, q_pitch, k_pitch, v_pitch,
+    k_scale, v_scale, k_offset, k_feedback, T, q_pitch, k_pitch, v_pitch,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     TOKENS: tl.constexpr, PER: tl.constexpr, V_TOKENS: tl.constexpr, SCALES: tl.constexpr,
     TURN: tl.constexpr, TABLES: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
@@ -123,7 +123,9 @@ def rope_write_kernel(
             a, b = turned(a, b, DIM, TURN)
         written = slot >= 0
         slot = tl.where(written, slot, 0)
-        write_keys(a, b, own, slot, written, k_pages, k_scale, k_offset, HEADS, DIM, SCALES)
+        write_keys(
+            a, b, own, slot, written, k_pages, k_scale, k_offset, k_feedback, HEADS, DIM, SCALES
+        )  # fmt: skip
 
 
 def rope_write(
@@ -212,7 +214,7 @@ def _launch(q, k, v, turning, pool, slots, q_norm, k_norm, eps, out, metadata_re
     blocks, v_blocks = triton.cdiv(tokens, block), triton.cdiv(tokens, v_block)
     rope_write_kernel[(blocks * (q_heads + heads) // per + v_blocks * heads,)](
         q, k, v, *turning, q_norm, k_norm, eps, out, pool.k, pool.v, slots, pool.k_scale,
-        pool.v_scale, pool.k_offset, tokens, q.stride(0), k.stride(0), v.stride(0),
+        pool.v_scale, pool.k_offset, pool.k_feedback, tokens, q.stride(0), k.stride(0), v.stride(0),
         Q_HEADS=q_heads, HEADS=heads, DIM=dim, WIDE=wide, TOKENS=block, PER=per, V_TOKENS=v_block,
         SCALES=scale_kind(pool), TURN=pool.turn, TABLES=turning[2] is not None,
         NORM=q_norm is not None, METADATA_READY=metadata_ready, num_warps=4, num_stages=1,

@@ -216,6 +216,12 @@ class BlockWork:
         assert seen.channel_sum is not None, "the cache's scheme does not ask for it"
         return seen.channel_sum / seen.tokens
 
+    def query_moments(self) -> Tensor:
+        """Second moments of the queries that read K, as both are now: fp64 [kv heads, D, D]."""
+        seen = self.observed(self.block.attended, "k_cache")
+        assert seen.query_moments is not None, "the cache's scheme does not ask for them"
+        return seen.query_moments / seen.tokens
+
     def divide(self, name: str, role: str, factor: Tensor) -> None:
         """Tell that a tensor is from now on divided by `factor`, fp64 of its channels.
 
@@ -252,19 +258,30 @@ class BlockWork:
         return numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
 
     def loss(self, found: Tensor, wanted: Tensor) -> float:
-        """Squared error of a block's outputs [tokens, hidden], sink tokens by their own energy.
+        """Squared error of outputs [..., tokens, hidden], sink tokens by their own energy.
 
         A sink token's hidden state is so much larger than all others that its error alone would
         decide. It counts by its relative error, as that of `SINK_TOKENS` ordinary tokens: most
         attention goes to it, so that all later tokens read what is wrong with it.
         """
-        first, exact = self.block.sinks, wanted.double()
-        errors, powers = (found.double() - exact).square().sum(dim=1), exact.square().sum(dim=1)
-        total = errors[first:].sum()
-        if first and len(errors) > first:
-            relative = errors[:first] / powers[:first].clamp(min=1e-30)
-            total = total + SINK_TOKENS * powers[first:].mean() * relative.sum()
-        return total.item()
+        return self.losses(wanted)(found)
+
+    def losses(self, wanted: Tensor) -> Callable[[Tensor], float]:
+        """`loss` of one output after another against the same one."""
+        first, apart = self.block.sinks, 0 < self.block.sinks < wanted.shape[-2]
+        if apart:
+            powers = wanted.double().square().sum(dim=-1)
+            each, own = SINK_TOKENS * powers[..., first:].mean(-1), powers[..., :first]
+
+        def loss(found: Tensor) -> float:
+            errors = (found.double() - wanted).square().sum(dim=-1)
+            total = errors[..., first:].sum()
+            if apart:
+                relative = (errors[..., :first] / own.clamp(min=1e-30)).sum(-1)
+                total = total + (each * relative).sum()
+            return total.item()
+
+        return loss
 
     def seen_row_by_row(
         self, name: str, x: Tensor, scale: Tensor | None, sink_scale: Tensor | None

@@ -13,7 +13,7 @@ multiply a router's weight without rounding, and each token goes where it went, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +25,8 @@ from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced, set_p
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from calibrate.block import DecoderBlock
 with later():
     import torch
     from torch import nn
@@ -33,6 +35,7 @@ with later():
     from calibrate import replay
     from ptq.methods.common import cache, rounding
 
+SMALL = 1 << 22  # weights that a GPU rounds faster than it is told to
 FEW = 4  # channels in which a sink token may be far larger than in all others
 
 
@@ -202,10 +205,10 @@ class SmoothedGroup:
             self.work.folded[self.vector_name] = folding.vector
         self._commit_norm_bias(folding)
         for name, linear in zip(self.group.consumers, self.consumers, strict=True):
-            set_parameter(linear, "weight", self._smoothed_weight(linear, folding))
+            set_parameter(linear, "weight", self._smoothed_weight(linear.weight, folding))
             self.work.divide(name, "input", folding.scale[self.channel])
         for name, router in self.routers.items():
-            moved = self._smoothed_weight(router, folding)
+            moved = self._smoothed_weight(router.get_parameter("weight"), folding)
             set_parameter(router, "weight", moved)
             stored = f"{name}.weight"
             self.work.folded[stored] = moved.to(self.work.dtype_of(stored)).cpu()
@@ -221,44 +224,55 @@ class SmoothedGroup:
         set_parameter(self.source, "bias", moved.float().to(self.work.block.device))
         self.work.folded[stored] = moved
 
-    def _smoothed_weight(self, linear: nn.Module, folding: Folding) -> Tensor:
+    def _smoothed_weight(self, weight: Tensor, folding: Folding) -> Tensor:
         """A consumer's weight with its columns multiplied: fp32 [out, in]."""
-        weight = linear.get_parameter("weight")
         return (weight.double() * folding.scale[self.channel].to(weight.device)).float()
 
     @contextmanager
     def simulated(self, folding: Folding) -> Iterator[None]:
         """Let the consumers compute as they will once they are smoothed and quantized."""
         work = self.work
-        divisor = folding.scale[self.channel].float().to(work.block.device)  # [in]
-        absmax = (self.x_absmax / folding.scale).max().float()
-        of_sinks = self.sink_absmax if self.sink_absmax is not None else self.x_absmax
-        sink_absmax = (of_sinks / folding.scale).max().float()
+        inputs: dict[object, Callable[[Tensor], Tensor]] = {}
         with ExitStack() as stack:
-            for name, linear in zip(self.group.consumers, self.consumers, strict=True):
-                scheme, spec = work.scheme_of(name), work.weight_spec(name)
-                scale, sinks = None, None
-                if scheme.activations is not None and scheme.static_input:
-                    kind = numerics.TYPES[scheme.activations.dtype]
-                    scale, sinks = (
-                        numerics.choose_scale(top, kind) for top in (absmax, sink_absmax)
-                    )
-
-                def seen(
-                    x: Tensor,
-                    name: str = name,
-                    scale: Tensor | None = scale,
-                    sinks: Tensor | None = sinks,
-                ) -> Tensor:
-                    return work.seen_row_by_row(name, x / divisor, scale, sinks)
-
-                smoothed = self._smoothed_weight(linear, folding)
-                stored = rounding.round_weight(smoothed, spec, work.scale_dtype(name))
-                weight = QuantizedLinear(stored, spec, scale).dequantized()
-                stack.enter_context(replaced(linear, weight, seen))
+            weights = zip(self.consumers, self._rounded_weights(folding), strict=True)
+            for name, (linear, weight) in zip(self.group.consumers, weights, strict=True):
+                alike = work.scheme_of(name).activations, bool(work.block.expert_of(name))
+                if alike not in inputs:
+                    inputs[alike] = self._simulated_input(name, folding)
+                stack.enter_context(replaced(linear, weight, inputs[alike]))
             if self._smooths_v:
                 stack.enter_context(self._quantized_v(folding))
             yield
+
+    def _rounded_weights(self, folding: Folding) -> Iterator[Tensor]:
+        """The consumers' weights, smoothed and rounded; small ones of one scheme at once."""
+        work, own = self.work, [linear.weight for linear in self.consumers]
+        kinds = [(work.weight_spec(n), work.scale_dtype(n)) for n in self.group.consumers]
+        joined = len(set(kinds)) == 1 and kinds[0][0].granularity == "per_channel"
+        joined = joined and sum(weight.numel() for weight in own) <= SMALL
+        for weight, (spec, dtype) in zip([torch.cat(own)] if joined else own, kinds, strict=False):
+            stored = rounding.round_weight(self._smoothed_weight(weight, folding), spec, dtype)
+            rounded = QuantizedLinear(stored, spec, None).dequantized()
+            yield from rounded.split([len(each) for each in own]) if joined else [rounded]
+
+    def _simulated_input(self, name: str, folding: Folding) -> Callable[[Tensor], Tensor]:
+        """What the kernels will see of a consumer's input; found once for all that read it."""
+        work, spec = self.work, self.work.scheme_of(name).activations
+        divisor = folding.scale[self.channel].float().to(work.block.device)  # [in]
+        scales: list[Tensor | None] = [None, None]  # of ordinary tokens, and of sink tokens
+        if spec is not None and not spec.dynamic:
+            sinks = self.x_absmax if self.sink_absmax is None else self.sink_absmax
+            tops = ((top / folding.scale).max().float() for top in (self.x_absmax, sinks))
+            kind = numerics.TYPES[spec.dtype]
+            scales = [numerics.choose_scale(top, kind).to(work.block.device) for top in tops]
+        last: list[Tensor] = []  # the input that was seen last, and what of it
+
+        def seen(x: Tensor) -> Tensor:
+            if not last or last[0] is not x:
+                last[:] = x, work.seen_row_by_row(name, x / divisor, *scales)
+            return last[1]
+
+        return seen
 
     @contextmanager
     def _quantized_v(self, folding: Folding) -> Iterator[None]:
@@ -271,7 +285,7 @@ class SmoothedGroup:
         factor = folding.scale.view(shape).float().to(self.work.block.device)
 
         def stored(_: nn.Module, __: tuple, v: Tensor) -> Tensor:
-            heads = v.reshape(-1, *factor.shape) / factor  # [tokens, kv heads, head_dim]
+            heads = v.unflatten(-1, factor.shape) / factor  # [..., tokens, kv heads, head_dim]
             held = cache.through_cache(heads, absmax, spec, "v_cache", self.work.block.sinks)
             return (held * factor).reshape(v.shape)
 
@@ -291,32 +305,36 @@ class Trials:
 
     Attributes:
         groups: They are tried together.
-        reference: The float block's hidden states for each sample.
+        reference: The float block's hidden states for each input.
         power: Sum of their squares.
     """
 
-    def __init__(self, groups: Sequence[SmoothedGroup], reference: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[SmoothedGroup],
+        reference: Sequence[Tensor],
+        block: DecoderBlock | None = None,
+    ) -> None:
+        """Compare with what a block's inputs gave; by default the groups' own block's."""
         self.groups = groups
         work, modules = groups[0].work, [m for g in groups for m in g.simulated_modules]
         attention = all(group.group.kind.startswith("attention") for group in groups)
         until = work.feed_forward_norm if attention else None
-        self._runs = replay.Replay(work.block, modules, until)
+        self._runs = replay.Replay(block or work.block, modules, until)
         samples = range(len(reference))
         self.reference = reference if until is None else [self._runs.run(i) for i in samples]
-        zeros = (work.loss(y, torch.zeros_like(y)) for y in self.reference)
-        self.power = math.fsum(zeros)
+        self.power = math.fsum(work.loss(y, torch.zeros_like(y)) for y in self.reference)
+        self._losses = [work.losses(y) for y in self.reference]
 
     def error(self, foldings: Sequence[Folding]) -> float:
         """`BlockWork.loss` of the hidden states, the groups' factors as `foldings` say.
 
         Summed exactly over samples, so that their order does not matter.
         """
-        work = self.groups[0].work
         with ExitStack() as stack:
             for group, folding in zip(self.groups, foldings, strict=True):
                 stack.enter_context(group.simulated(folding))
-            outputs = ((self._runs.run(i), wanted) for i, wanted in enumerate(self.reference))
-            return math.fsum(work.loss(found, wanted) for found, wanted in outputs)
+            return math.fsum(loss(self._runs.run(i)) for i, loss in enumerate(self._losses))
 
 
 def power_of_two(scale: Tensor) -> Tensor:

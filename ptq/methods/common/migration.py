@@ -44,6 +44,8 @@ from ptq.methods.common.method import Method, Part, group_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from calibrate.block import DecoderBlock
 with later():
     import torch
 
@@ -154,10 +156,11 @@ class Migration(Method):
     def solve(self, work: BlockWork) -> None:
         """Choose the factors of each group on the first `search_samples` samples."""
         self.solved, self.scaled = [], set()
-        reference = [work.block.run(sample) for sample in work.samples(self.search_samples)]
+        block = work.block.begins(self.search_samples)
+        reference = [block.run(index) for index in range(len(block.inputs))]
         for name, groups in self._tied().items():
             each = [SmoothedGroup(work, group) for group in groups]
-            self.solved += self._solve_groups(name, each, reference)
+            self.solved += self._solve_groups(name, each, reference, block)
 
     def _tied(self) -> dict[str, list[SmoothingGroup]]:
         """Groups that get one strength, by what stands for them."""
@@ -167,15 +170,20 @@ class Migration(Method):
         return tied
 
     def _solve_groups(
-        self, name: str, groups: list[SmoothedGroup], reference: list[Tensor]
+        self,
+        name: str,
+        groups: list[SmoothedGroup],
+        reference: list[Tensor],
+        block: DecoderBlock,
     ) -> list[tuple[SmoothedGroup, Folding]]:
         """Try no factors and every candidate; keep the best, the earlier one of equals.
 
         Args:
             name: The source, or what stands for those of groups that get one strength.
             groups: One, or those that get one strength.
-            reference: The float block's output for each sample; none where nothing can be tried,
+            reference: The float block's output for each input; none where nothing can be tried,
                 and the one candidate is taken.
+            block: With these inputs.
         """
         foldings: dict[float | None, list[Folding]] = {}
         if reference:
@@ -188,7 +196,7 @@ class Migration(Method):
             choice, errors, power = Choice(tuple(foldings), *scales.values(), error=None), {}, 1.0
             chosen = foldings[choice.alphas[0]]
         else:
-            trials = Trials(groups, reference)
+            trials = Trials(groups, reference, block)
             power = trials.power
             errors = {alpha: trials.error(own) for alpha, own in foldings.items()}
             choice = best_of(errors, scales)

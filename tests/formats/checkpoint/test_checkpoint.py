@@ -63,6 +63,7 @@ def test_round_trip(model_for, tmp_path, preset, shard_bytes):
     cache = PRESETS[preset].kv_cache
     assert len(written.kv_scales) == (2 if cache and not cache.dynamic else 0)
     assert len(written.kv_offsets) == (2 if cache and cache.center_keys else 0)
+    assert len(written.query_moments) == (2 if cache and cache.compensate_keys else 0)
     for k, v in written.kv_scales.values():
         assert k.shape == v.shape == (2,)
     shards = list(out.glob("*.safetensors"))

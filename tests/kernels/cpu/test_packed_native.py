@@ -13,10 +13,10 @@ import kernels.reference as reference
 import kernels.reference_attention as reference_attention
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu import native, native_attention, native_ops
-from kernels.packed_cache import turned
+from kernels.packed_cache import feedback_of, turn_size, turned
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
-KINDS = ("static", "by channel", "dynamic", "k8v4 static", "k8v4 dynamic")
+KINDS = ("static", "by channel", "dynamic", "compensated", "k8v4 static", "k8v4 dynamic")
 BLOCKS, TOKENS = 11, 600
 
 
@@ -26,7 +26,7 @@ def empty_pool(kind: str, heads: int, dim: int) -> KVPool:
         return torch.zeros(BLOCKS, heads, 64, size, dtype=dtype)
 
     k, v = held(not kind.startswith("k8")), held(True)
-    if kind.endswith("dynamic"):
+    if kind.endswith(("dynamic", "compensated")):
         scales = (torch.ones(BLOCKS, heads, 64, dtype=torch.float16) for _ in "kv")
         return KVPool(k, v, *scales, dynamic=True)
     step = 0.02 if kind.startswith("k8") else 0.3
@@ -44,6 +44,9 @@ def filled(kind: str, heads: int, dim: int, write=reference.write_kv) -> KVPool:
     pool = replace(
         empty_pool(kind, heads, dim), k_offset=torch.randn(heads, dim, generator=generator)
     )
+    if kind == "compensated":
+        queries = torch.randn(heads, 3 * dim, dim, generator=generator) * torch.linspace(1, 9, dim)
+        pool = replace(pool, k_feedback=feedback_of(queries.mT @ queries, turn_size(dim)))
     slots = (BLOCKS - 1 - torch.arange(TOKENS) // 64) * 64 + torch.arange(TOKENS) % 64
     write(k, v, pool, slots)
     return pool
@@ -109,6 +112,9 @@ def test_scales_that_do_not_fit_are_told(isa):
     bad = replace(pool, k_scale=pool.k_scale.float())
     with pytest.raises(ValueError, match="with int4, fp16"):
         native_attention.check_pool(bad)
+    wrong, x = replace(pool, k_feedback=torch.zeros(2, 64, 32)), torch.ones(1, 2, 64)
+    with pytest.raises(ValueError, match="k_feedback is"):
+        native_attention.write_kv(x, x, wrong, torch.ones(1))
     with pytest.raises(ValueError, match="NaN or infinity"):
         native_attention.write_kv(
             torch.full((1, 2, 64), torch.nan), torch.zeros(1, 2, 64), pool, torch.tensor([3])

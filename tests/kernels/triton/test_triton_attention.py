@@ -294,12 +294,15 @@ def slots_of(tokens: int, kind: str) -> torch.Tensor:
         ("int4", 2, 21, "anywhere", True, 80),
         ("int4", 3, 258, "37", True, 128),
         ("int4", 3, 258, "0", False, 96),
+        ("int4 compensated", 3, 21, "anywhere", False, 96),
+        ("int4 compensated", 3, 258, "37", True, 64),
         ("k8v4", 3, 258, "anywhere", False, 64),
     ],
 )
 @interpreted
 def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
     heads, generator, packed = 2, torch.Generator().manual_seed(2), "4" in storage
+    storage, _, compensated = storage.partition(" ")
     joint = torch.randn(tokens, 8, dim, generator=generator).half()
     q, k, v = joint.split([4, heads, heads], dim=1)
     angle = (torch.rand(tokens, dim // 2, generator=generator) * 6).repeat(1, 2)
@@ -310,7 +313,7 @@ def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
         more = {f"{x}_norm": torch.rand(dim, generator=generator) + 0.5 for x in "qk"}
         more |= {"positions": torch.randperm(tokens, generator=generator), "eps": 1e-3}
         more |= {"out_dtype": torch.float32, "growth": torch.rand(tokens, generator=generator)}
-    from kernels.packed_cache import unpack_halves
+    from kernels.packed_cache import feedback_of, unpack_halves
 
     found = []
     for write in (rope_write, twins.rope_write):
@@ -322,6 +325,9 @@ def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
             scales = [scale.half() for scale in scales] if dims == 3 else scales
             offset = torch.rand(heads, dim, generator=torch.Generator().manual_seed(3))
             extra = {"turn": dim & -dim, "k_offset": offset}
+        if compensated:
+            queries = torch.randn(heads, 3 * dim, dim, generator=torch.Generator().manual_seed(4))
+            extra["k_feedback"] = feedback_of(queries.mT @ queries, dim & -dim)
         pool = KVPool(*pools, *scales, dynamic=dims == 3, **extra)
         out = write(q, k, v, angle.cos(), angle.sin(), pool, slots, **more)
         found.append((out, *pools, *scales))
@@ -358,3 +364,6 @@ def test_cache_write_refuses_what_does_not_fit():
         rope_write(q, k, v, angle, angle, pool, slots, q_norm=torch.ones(16))
     with pytest.raises(ValueError, match="needs scales"):
         rope_write(q, k, v, angle, angle, KVPool(*pages), slots)
+    fed = replace(pool, k_feedback=torch.zeros(2, 16, 16))
+    with pytest.raises(ValueError, match="int4 keys with dynamic scales"):
+        rope_write(q, k, v, angle, angle, fed, slots)

@@ -155,7 +155,10 @@ def test_weights_go_to_the_tensor_cores_through_registers():
 
 
 def make_pool(storage: torch.dtype, dims: int, dim: int = 128):
-    """A pool of 8 KV heads with scales of so many dimensions, none for 0; uint8 turns its keys."""
+    """A pool of 8 KV heads with scales of so many dimensions, none for 0.
+
+    uint8 turns its keys, and rounds them with feedback where each token has its scales.
+    """
     packed = storage == torch.uint8
     held = dim // 2 if packed else dim
     pages = [torch.zeros(4, 8, *s).to(storage) for s in ((64, held), (held, 64))]
@@ -164,7 +167,9 @@ def make_pool(storage: torch.dtype, dims: int, dim: int = 128):
     if not packed:
         return KVPool(*pages, *scales)
     scales = [scale.half() if dims == 3 else scale for scale in scales]
-    return KVPool(*pages, *scales, turn=dim & -dim, k_offset=torch.zeros(8, dim))
+    pool = KVPool(*pages, *scales, turn=dim & -dim, k_offset=torch.zeros(8, dim))
+    fed = {"dynamic": True, "k_feedback": torch.zeros(8, dim, dim)}
+    return replace(pool, **fed) if dims == 3 else pool
 
 
 def make_inputs(pool, starts=None):

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import RecipeError
+from formats.errors import EngineError, RecipeError
 from formats.scheme import KVCacheSpec, Scheme, WeightSpec
 from inference.engine import Engine
+from inference.models.kv_cache import _quantized
+from inference.models.model import KVHeads
 from inference.requests.request import SamplingParams
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
@@ -94,10 +96,10 @@ def test_weights_alone_take_a_cache_with_them(tiny_llama, tmp_path):
     assert len(text.token_ids) == 4
 
 
+TURNED = KVCacheSpec(dtype="int4", granularity="per_token_head", rotate_keys=True, center_keys=True)
 INT4 = {
-    "c4": KVCacheSpec(
-        dtype="int4", granularity="per_token_head", rotate_keys=True, center_keys=True
-    ),
+    "c4": TURNED.model_copy(update={"compensate_keys": True}),
+    "uncompensated": TURNED,
     "static": KVCacheSpec(dtype="int4"),
     "by channel": KVCacheSpec(dtype="int4", granularity="per_channel"),
     "k8v4": KVCacheSpec(value_dtype="int4", granularity="per_token_head"),
@@ -150,6 +152,9 @@ def test_every_block_may_have_a_cache_of_its_own(tiny_llama, tmp_path):
     wanted = fake_quantized_logits(checkpoint, ids).log_softmax(-1)
     found = engine.score(ids).log_softmax(-1)
     assert (wanted.exp() * (wanted - found)).sum(-1).mean().item() < 1e-4
+    checkpoint.query_moments = {second: -torch.eye(32).repeat(2, 1, 1)}
+    with pytest.raises(EngineError, match="not those of queries"):
+        _quantized(checkpoint, second, KVHeads(2, 32, 32))
     floats = Engine.from_pretrained(result.checkpoint, quantized_kv=False)
     assert {pool.k.dtype for pool in floats.pools} == {torch.float32}
     assert not floats.quantized_kv
@@ -171,11 +176,18 @@ def test_caches_that_a_model_does_not_have_are_refused(make_model, tmp_path, kin
 
 
 @pytest.mark.parametrize(
-    "fields", [{"rotate_keys": True}, {"center_keys": True}, {"value_dtype": "int4"}]
+    "fields",
+    [
+        {"rotate_keys": True},
+        {"center_keys": True},
+        {"compensate_keys": True},
+        {"value_dtype": "int4"},
+        {"dtype": "int8", "granularity": "per_token_head", "compensate_keys": True},
+    ],
 )
 def test_schemes_that_are_no_cache_are_refused(fields):
-    with pytest.raises(ValueError, match="per_token_head|stand beside int8 keys"):
-        KVCacheSpec(dtype="int4", **fields)
+    with pytest.raises(ValueError, match="per_token_head|stand beside int8 keys|int4 keys alone"):
+        KVCacheSpec(**{"dtype": "int4"} | fields)
 
 
 def test_a_pattern_that_matches_no_block_is_refused(tiny_llama, tmp_path):

@@ -6,6 +6,7 @@ import torch
 from formats.scheme import LayerScheme, WeightSpec
 from formats.stored.weights import read_weights, scale_shape, weight_tensors
 from kernels.numerics import TYPES, dequantize, quantize
+from ptq.methods.common import rounding
 from ptq.methods.common.moments import output_errors
 from ptq.methods.common.rounding import FACTORS, choose_qparams, round_weight
 
@@ -130,3 +131,25 @@ def test_output_mse_of_blocks_of_rows_and_columns():
             tried = [error(start[i, j] * factor) for factor in FACTORS]
             assert error(scale[i, j]) == pytest.approx(min(tried), rel=1e-5)
             assert scale[i, j] <= start[i, j]
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("int8", 0.8), ("int4", 1.0)])
+def test_channels_far_past_their_best_scale_are_left_out(monkeypatch, dtype, share):
+    spec = WeightSpec(dtype=dtype)
+    weight, moments = problem(rows=256)
+    weight[::3, 5] *= 20  # these have to cut much, others next to nothing
+    rows, errors_of = list[int](), rounding._output_errors
+
+    def counted(error, *rest):
+        rows.append(len(error))
+        return errors_of(error, *rest)
+
+    monkeypatch.setattr(rounding, "_output_errors", counted)
+    found, _ = choose_qparams(weight, spec, torch.float32, "output_mse", moments)
+    tried = sum(rows)
+    monkeypatch.setattr(rounding, "FAR", float("inf"))
+    wanted, _ = choose_qparams(weight, spec, torch.float32, "output_mse", moments)
+    assert torch.equal(found, wanted)
+    assert len(wanted.unique()) > 200
+    assert sum(rows) - tried == len(FACTORS) * 256
+    assert tried < share * len(FACTORS) * 256

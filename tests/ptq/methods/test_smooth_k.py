@@ -145,13 +145,18 @@ def attention_reads(work, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
     return found[0], found[1]
 
 
+@pytest.mark.parametrize("compensated", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_turned_keys_get_factors_by_power(make_model, tmp_path, family):
-    """(rms K / rms Q)^(1/2) of each pair, K less its mean, of what attention reads."""
+def test_turned_keys_get_factors_by_power(make_model, tmp_path, family, compensated):
+    """(rms K / rms Q)^(1/2) of each pair, K less its mean, of what attention reads.
+
+    With feedback (rms K^3 / rms Q)^(1/4).
+    """
     model = edit_model(make_model(family, **FAMILIES[family]), tmp_path / "model", plant)
-    work = observed_work(
-        make_plan(model, tmp_path / "out", PRESETS["c4"], methods=(SmoothKSpec(),))
-    )
+    spec = PRESETS["c4"].kv_cache
+    assert spec is not None
+    scheme = Scheme(kv_cache=spec.model_copy(update={"compensate_keys": compensated}))
+    work = observed_work(make_plan(model, tmp_path / "out", scheme, methods=(SmoothKSpec(),)))
     read = [attention_reads(work, sample) for sample in work.samples(4)]
     k, q = (torch.cat(x).double() for x in zip(*read, strict=True))
     heads, half = k.shape[1], k.shape[2] // 2
@@ -159,7 +164,8 @@ def test_turned_keys_get_factors_by_power(make_model, tmp_path, family):
     asked = q.unflatten(1, (heads, -1)).square().sum(dim=(0, 2))
     if family == "qwen3":  # all heads have one norm
         asked = asked.sum(dim=0, keepdim=True)
-    ratio = (power[:, :half] + power[:, half:]) / (asked[:, :half] + asked[:, half:])
+    power, asked = (x[:, :half] + x[:, half:] for x in (power, asked))
+    ratio = (power**3 / asked) ** 0.5 if compensated else power / asked
     basis = torch.cat((ratio, ratio), dim=1) ** 0.25
     basis = basis.amax(dim=0, keepdim=True).expand_as(basis) if family == "qwen3" else basis
     method = SmoothK(SmoothKSpec(alphas=(1.0,)))
@@ -168,6 +174,21 @@ def test_turned_keys_get_factors_by_power(make_model, tmp_path, family):
     assert method.factors is not None  # the cache loses less with them
     assert torch.equal(method.factors, wanted)
     assert wanted.max() / wanted.min() >= 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moments_are_those_of_all_queries_that_read_a_head(make_model, tmp_path, family):
+    model = edit_model(make_model(family, **FAMILIES[family]), tmp_path / "model", plant)
+    work = observed_work(make_plan(model, tmp_path / "out", PRESETS["c4"], methods=()))
+    read = [attention_reads(work, sample) for sample in range(len(work.block.inputs))]
+    k, q = (torch.cat(x).double() for x in zip(*read, strict=True))
+    own = q.unflatten(1, (k.shape[1], -1))  # [tokens, kv heads, group, D]
+    wanted = torch.einsum("thgi,thgj->hij", own, own) / len(k)
+    torch.testing.assert_close(work.query_moments(), wanted, rtol=1e-4, atol=1e-5)
+    factors = torch.linspace(1, 2, k.shape[2]).double().expand(k.shape[1:])
+    work.divide(work.block.attended, "k_cache", factors)
+    scaled = wanted * factors[:, :, None] * factors[:, None]
+    torch.testing.assert_close(work.query_moments(), scaled, rtol=1e-4, atol=1e-5)
 
 
 def test_turned_keys_are_left_alone_where_no_sample_shows_queries(tiny_llama, tmp_path):

@@ -12,7 +12,7 @@ import torch
 
 from calibrate.data import TokenSet
 from calibrate.spec import SplitSpec
-from calibrate.workers import RUNS
+from calibrate.transfers import RUNS
 from formats.errors import RecipeError
 from ptq.methods.awq import AWQSpec
 from ptq.methods.clip import ClipSpec
