@@ -26,7 +26,7 @@ from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.models.adapters import AdapterStore
 from inference.models.kv_cache import CacheShape
-from inference.models.layers import L_co, LayerFactory, X_co
+from inference.models.layers import LayerFactory
 from inference.models.model import Model
 from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests
@@ -75,7 +75,7 @@ class Loop(Protocol):
         ...
 
 
-class Backend(LayerFactory[L_co, X_co], Protocol[L_co, X_co]):
+class Backend(LayerFactory[Any, Any], Protocol):
     """A device, and the kernels that run decoders there.
 
     Attributes:
@@ -166,7 +166,7 @@ class Backend(LayerFactory[L_co, X_co], Protocol[L_co, X_co]):
 
 def choose_backend(
     device: torch.device | str, checkpoint: Checkpoint, dtype: torch.dtype | None = None
-) -> Backend[Any, Any]:
+) -> Backend:
     """The backend of a device.
 
     Args:

@@ -89,7 +89,7 @@ class Engine:
         checkpoint: Checkpoint,
         tokenizer: Any,
         config: EngineConfig,
-        backend: Backend[Any, Any],
+        backend: Backend,
         *,
         quantized_kv: bool = True,
     ) -> None:

@@ -16,12 +16,31 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from formats.errors import EngineError
 
 if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
     from inference.scheduling.batch import Ints, RunningBatch
     from inference.scheduling.blocks import BlockChanges
-    from inference.scheduling.drafter import HiddenStates
     from inference.scheduling.work import Work
 
 FOLDER = "inference.speculate.methods"
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """Hidden states of a step that are wanted: of each token, what some blocks read.
+
+    Attributes:
+        blocks: Which ones; the number of the model's blocks stands for the output of the last.
+        size: Numbers of each.
+        dtype: Their type.
+        keep: Takes them on the device, as a part of the step: hidden states [T, blocks, size] and
+            the cache's slots int64 [T]; negative for rows that stand for no token.
+    """
+
+    blocks: tuple[int, ...]
+    size: int
+    dtype: dtype
+    keep: Callable[[Tensor, Tensor], None]
 
 
 class Proposer(Protocol):

@@ -20,11 +20,11 @@ SOURCES = {".py", ".cpp", ".h"}
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 103_600,
+    "lines of source": 104_200,
     "files of source": 600,
     "lines of imports, in 1,000 lines of code": 87,
-    "crowded classes": 8,
-    "functions over 60 lines": 18,
+    "crowded classes": 7,
+    "functions over 60 lines": 19,
     "files over 400 lines": 7,
     "odd words": 45,
     "lines of tests": 60_400,

@@ -78,7 +78,7 @@ class HostChain:
             broken[np.delete(going, finite)] = True
             going, logits, tokens = going[finite], logits[finite], tokens[finite].numpy()
             ends = batch.known[places[going]] + counts[going]
-            for i in np.flatnonzero(batch.draws["temperature"][places[going]]).tolist():
+            for i in np.flatnonzero(batch.terms.draws["temperature"][places[going]]).tolist():
                 tokens[i] = _draw(batch, int(places[going[i]]), int(ends[i]), logits[i])
             batch.ids[places[going], ends] = tokens
             counts[going] += 1

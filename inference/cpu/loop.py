@@ -13,9 +13,10 @@ from typing import Literal, cast
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from inference.cpu.adapters import CpuAdapters
-from inference.cpu.batch import Batch, StateBatch, plan_step
+from inference.cpu.batch import Batch, plan_step
 from inference.cpu.decoder import CpuDecoder, CpuLayer
 from inference.cpu.layers import Linear
 from inference.models.adapters import AdapterStore
@@ -25,8 +26,8 @@ from inference.scheduling.acceptance import Acceptance
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
-from inference.transformers_code.attention import Query, widened
-from inference.transformers_code.model import CodeModel, CodeShaped
+from inference.transformers_code.attention import Query, Step, widened
+from inference.transformers_code.model import CodeModel
 from kernels.activations import Named
 from kernels.attention_inputs import KVPool
 from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
@@ -107,31 +108,22 @@ def _block(layer: CpuLayer, pool: KVPool, window: int | None) -> BlockSpec | Non
     )
 
 
-class CodeStep:
-    """The tokens of a step and the cache; see `inference.transformers_code.attention.Step`.
+class CodeStep(Step):
+    """The tokens of a step and the cache."""
 
-    Args:
-        model: What runs.
-        batch: The tokens.
-    """
+    _batch: Batch
 
-    def __init__(self, model: CodeShaped, pools: Sequence[KVPool], batch: Batch) -> None:
-        self._windows, self._batch = model.config.windows, batch
-        self._pools = [pools[place] for place in model.config.places]
-        self.ids, self.positions, self.rows = batch.ids, batch.positions, batch.rows
-        self.pieces = batch.pieces if isinstance(batch, StateBatch) else ()
-
+    @override
     def sinks(self, count: int) -> Tensor | None:
-        """Which tokens are at the first `count` positions: bool [T]; None where none is."""
         return self._batch.sinks(count)
 
+    @override
     def keep_output(self, x: Tensor) -> None:
-        """Give what the head reads [T, H] to a proposer that reads it, if there is one."""
         if self._batch.hidden is not None:
             self._batch.hidden[:, 0] = x
 
+    @override
     def attend(self, layer: int, own: Query) -> Tensor:
-        """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""
         pool, batch, size = self._pools[layer], self._batch, own.v.shape[2]
         wide, wide_v = channels(pool.k), channels(pool.v)
         q, k = widened(own.q, wide), widened(own.k, wide)
@@ -142,17 +134,17 @@ class CodeStep:
         inputs = own.inputs(pool, *where, self._windows[layer])
         return paged_attention(q, inputs)[..., :size]
 
+    @override
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dimension: [..., H] to the same."""
         return rms_norm(x, weight, eps)
 
+    @override
     def gated_product(self, gate_up: Tensor, activation: Named) -> Tensor:
-        """activation(gate) * up of rows [T, 2 I], the gate's half first: [T, I]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return gated_product(gate, up, activation)
 
+    @override
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn channels i and i + D / 2 of heads [T, heads, D] by angles [T, D], halves equal."""
         return apply_rope(q, k, cos, sin)
 
 

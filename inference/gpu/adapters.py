@@ -17,6 +17,7 @@ from formats.errors import EngineError
 from inference.gpu.layers import GpuLinear
 from inference.gpu.memory import OF_WEIGHTS, memory_for
 from inference.gpu.ranks import Partial, StepRanks
+from inference.gpu.sizes import power_of_two
 from inference.models.adapters import ROW_PARALLEL, AdaptedLayer, AdapterParts, outputs_of
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
@@ -113,7 +114,7 @@ class Room:
         for (block, layer), (part, *_) in parts.items():
             layers[block, layer] = outputs_of(config, layer, len(part.b)), part.a.shape[1]
         slots, rank = max(self.slots, slot + 1), max([self.rank, *ranks])
-        return Room(_power(slots), _power(rank), layers)
+        return Room(power_of_two(slots), power_of_two(rank), layers)
 
 
 class GpuAdapters:
@@ -180,8 +181,3 @@ class GpuAdapters:
             for part in own:
                 stack = self._stacks[block][layer]
                 stack.put(slot, part.index, part.a.to(self._device), part.b.to(self._device))
-
-
-def _power(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()

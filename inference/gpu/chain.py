@@ -356,7 +356,7 @@ def write_sequences(arrays: Arrays, wanted: Catching, shift: int) -> None:
         "positions": known - shift,
         "limit": known - shift + wanted.most - 2,
         "steps": known - batch.prompt[places],
-        **{name: batch.draws[name][places] for name in DRAWS},
+        **{name: batch.terms.draws[name][places] for name in DRAWS},
     }
     blank = {"limit": -1, **{name: value for name, (_, value) in DRAWS.items()}}
     for name, own in values.items():

@@ -7,10 +7,11 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from inference.gpu.decoder import GpuBatch, sinks_of
 from inference.gpu.layers import workspace_on
-from inference.transformers_code.attention import Query, widened
+from inference.transformers_code.attention import Query, Step, widened
 from inference.transformers_code.model import CodeModel, CodeShaped
 from kernels.activations import Named
 from kernels.attention_inputs import KVPool
@@ -22,33 +23,28 @@ from kernels.triton.attention.rotate import rotate
 from kernels.triton.fused import add_rms_norm, gated_product
 
 
-class CodeStep:
-    """The tokens of a step and the cache; see `inference.transformers_code.attention.Step`.
+class CodeStep(Step):
+    """The tokens of a step and the cache."""
 
-    Args:
-        model: What runs.
-        batch: The tokens.
-    """
+    _batch: GpuBatch
 
     def __init__(self, model: CodeShaped, pools: Sequence[KVPool], batch: GpuBatch) -> None:
-        self._windows, self._dtype = model.config.windows, model.dtype
-        self._pools, self._batch = [pools[i] for i in model.config.places], batch
-        self.ids, self.positions, self.rows = batch.ids, batch.positions, batch.rows
-        self.pieces = batch.pieces
+        super().__init__(model, pools, batch)
+        self._dtype = model.dtype
         self._unturned = torch.zeros_like(batch.positions)  # all tokens at position 0
 
+    @override
     def sinks(self, count: int) -> Tensor | None:
-        """Which tokens are at the first `count` positions: int32 [T]; None for no count."""
         return sinks_of(self.positions, count)
 
+    @override
     def keep_output(self, x: Tensor) -> None:
-        """Give what the head reads [T, H] to a proposer that reads it, if there is one."""
         reads = self._batch.reads
         if reads is not None:
             reads.keep(x[:, None].to(reads.dtype), self._batch.slots)
 
+    @override
     def attend(self, layer: int, own: Query) -> Tensor:
-        """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""
         pool, batch, size = self._pools[layer], self._batch, own.v.shape[2]
         wide = head_size(pool)
         q, k, v = (self._heads(x, wide) for x in (own.q, own.k, own.v))
@@ -60,17 +56,17 @@ class CodeStep:
             return decode_attention(q, inputs, workspace)[..., :size]
         return prefill_attention(q, inputs, workspace, batch.decodes)[..., :size]
 
+    @override
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm over the last dimension: [..., H] to the same."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         return add_rms_norm(rows, None, weight, eps, dtype=x.dtype)[0].view(x.shape)
 
+    @override
     def gated_product(self, gate_up: Tensor, activation: Named) -> Tensor:
-        """activation(gate) * up of rows [T, 2 I], the gate's half first: [T, I]."""
         return gated_product(gate_up, None, gate_up.dtype, activation=activation)[0]
 
+    @override
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn channels i and i + D / 2 of heads [T, heads, D] by angles [T, D], halves equal."""
         return rotate(q, k, cos, sin)
 
     def _heads(self, x: Tensor, size: int) -> Tensor:

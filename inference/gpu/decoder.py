@@ -31,7 +31,7 @@ from inference.gpu.ranks import Partial
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.parts import Layer
-from inference.scheduling.drafter import HiddenStates
+from inference.proposers import HiddenStates
 from inference.transformers_code.pieces import Piece
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention

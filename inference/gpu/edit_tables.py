@@ -65,7 +65,8 @@ class EditTables:
         """What a step needs that is not there; None where that is nothing."""
         batch, owners = work.batch, work.places
         masks = self._masks_of(work) if work.masked.any() else None
-        new = batch.bias_spans[owners].any(axis=(1, 2)) & (self._listed[owners] != work.serials)
+        biased = batch.terms.bias_spans[owners].any(axis=(1, 2))
+        new = biased & (self._listed[owners] != work.serials)
         if masks is None and not new.any():
             return None
         places = np.unique(owners[new])

@@ -154,7 +154,8 @@ class DeviceLoop:
         if now is not None and scheduler.wants_drafts:  # (without one, all tokens are known)
             return False
         order, batch = scheduler.order, scheduler.batch
-        free = batch.on_device(order) & ~batch.masked[order]  # a mask needs the token before it
+        masked = batch.terms.masked[order]  # a mask needs the token before it
+        free = batch.on_device(order) & ~masked
         return self._ahead and bool(free.all()) and scheduler.unhindered
 
     def _look_ahead(self) -> Prepared | None:

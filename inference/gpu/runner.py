@@ -59,8 +59,8 @@ from inference.gpu.steps import (
     write_step,
 )
 from inference.models.adapters import check_adaptable
+from inference.proposers import HiddenStates
 from inference.scheduling.batch import Ints, RunningBatch
-from inference.scheduling.drafter import HiddenStates
 from inference.scheduling.sampler import rank
 from inference.scheduling.sequence import PENDING
 from inference.scheduling.work import Work
@@ -275,9 +275,9 @@ class GpuRunner:
     def prepare(self, work: Work) -> Prepared | None:
         """Write the arrays of a step of single tokens and drafts before it is known where these
         stand; None where biases or the size of the step depend on that, too."""
-        batch, owners = work.batch, work.places
-        made = work.starts + 1 - batch.prompt[owners]
-        early = batch.bias_spans[owners].any(axis=(1, 2)) & (made < batch.bias_until[owners])
+        terms, owners = work.batch.terms, work.places
+        made = work.starts + 1 - work.batch.prompt[owners]
+        early = terms.bias_spans[owners].any(axis=(1, 2)) & (made < terms.bias_until[owners])
         if early.any():
             return None
         found = self._prepared(work)

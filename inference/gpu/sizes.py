@@ -75,7 +75,7 @@ def decodes_of(sequences: int) -> Size:
 
 def drafts_of(sequences: int, drafts: int) -> Size:
     """The size of a step of so many sequences that keep states, with so many drafts at the most."""
-    pieces = _halfway(1 + drafts, beyond=2), _power(sequences)
+    pieces = _halfway(1 + drafts, beyond=2), power_of_two(sequences)
     return replace(decodes_of(pieces[0] * pieces[1]), pieces=pieces)
 
 
@@ -102,7 +102,7 @@ def size_of(work: Work, most: int = MOST_TOKENS) -> Size | None:
     if prompts > MANY or tokens > most:
         return None
     every = bool(work.host.any() or work.whole.any()) or work.tells
-    size = _size(_power(decodes) if decodes else 0, prompts, tokens, every)
+    size = _size(power_of_two(decodes) if decodes else 0, prompts, tokens, every)
     return replace(size, adapted=work.adapted)
 
 
@@ -127,7 +127,7 @@ def padded_sizes(sequences: int, most: int, rows: int = 0) -> list[Size]:
         rows: Decodes and drafts of a step without prompts, where there are more of them.
     """
     alone = {decodes_of(n) for n in range(1, max(sequences, rows) + 1)}
-    decodes = sorted({_power(n) for n in range(1, sequences + 1)}, reverse=True)
+    decodes = sorted({power_of_two(n) for n in range(1, sequences + 1)}, reverse=True)
     tokens = sorted({_rounded(n) for n in range(1, min(most, MOST_TOKENS) + 1)}, reverse=True)
     prompts = (PROMPTS, MANY) if sequences > PROMPTS else (PROMPTS,)
     both = {_size(d, s, t): None for t in tokens for s in prompts for d in (*decodes, 0)}
@@ -146,14 +146,14 @@ def whole_size(work: Work) -> WholeSize:
     )
 
 
-def _power(count: int) -> int:
+def power_of_two(count: int) -> int:
     """The next power of two."""
     return 1 << (count - 1).bit_length()
 
 
 def _halfway(count: int, beyond: int = 32) -> int:
     """The next power of two; beyond a number, or what is halfway to it."""
-    power = _power(count)
+    power = power_of_two(count)
     return power * 3 // 4 if power > beyond and count <= power * 3 // 4 else power
 
 

@@ -237,9 +237,9 @@ def _of_draws(work: Work, which: Ints | slice) -> dict[str, NDArray]:
     """How the next tokens of sequences are chosen, and where they are kept."""
     batch, owners = work.batch, work.places[which]
     made = work.starts[which] + work.counts[which] - batch.prompt[owners]
-    late = (made >= batch.bias_until[owners]).astype(np.int64)
+    late = (made >= batch.terms.bias_until[owners]).astype(np.int64)
     here = work.samples[which] & ~work.host[which]
-    spans = batch.bias_spans[owners, late] * here[:, None]
+    spans = batch.terms.bias_spans[owners, late] * here[:, None]
     masked = work.masked
     return {
         "bias_start": spans[:, 0],
@@ -247,7 +247,7 @@ def _of_draws(work: Work, which: Ints | slice) -> dict[str, NDArray]:
         "mask_row": np.where(masked, np.cumsum(masked) - 1, -1)[which],
         "sample_index": np.where(work.samples[which], owners, batch.spare),
         "steps": np.maximum(made, 0),
-        **{name: column[owners] for name, column in batch.draws.items()},
+        **{name: column[owners] for name, column in batch.terms.draws.items()},
     }
 
 

@@ -48,7 +48,7 @@ from kernels.attention_inputs import KVPool
 ABORTED_WITHIN = 10.0  # seconds
 STUCK_AFTER = 3.0  # seconds in which what a GPU waits for ends once a rank is gone
 log = logging.getLogger("ptq.inference")
-MakeBackend = Callable[[int], Backend[Any, Any]]
+MakeBackend = Callable[[int], Backend]
 
 
 class FirstBackend:
@@ -68,13 +68,13 @@ class FirstBackend:
 
     def __init__(
         self,
-        inner: Backend[Any, Any],
+        inner: Backend,
         open: Callable[[], Checkpoint],
         config: EngineConfig,
         others: MakeBackend,
         *,
         start: Start = RankProcess,
-        side: Callable[[Backend[Any, Any]], DeviceSide] | None = None,
+        side: Callable[[Backend], DeviceSide] | None = None,
     ) -> None:
         self._inner, self._config, self._start = inner, config, start
         self.device, self.dtype = inner.device, inner.dtype
@@ -194,9 +194,7 @@ class FirstBackend:
         return self._inner.peak_bytes()
 
 
-def choose_ranks(
-    backend: Backend[Any, Any], open: Callable[[], Checkpoint], config: EngineConfig
-) -> Backend[Any, Any]:
+def choose_ranks(backend: Backend, open: Callable[[], Checkpoint], config: EngineConfig) -> Backend:
     """A backend that runs a model on as many ranks as the sizes say.
 
     Args:
@@ -246,7 +244,7 @@ def _start(ranks: int) -> Start:
     return torchrun.TorchrunStart()
 
 
-def side_of(inner: Backend[Any, Any]) -> DeviceSide:
+def side_of(inner: Backend) -> DeviceSide:
     """What a rank does in its own way on the device of a backend."""
     if isinstance(inner, CpuBackend):
         return CpuSide()
@@ -255,7 +253,7 @@ def side_of(inner: Backend[Any, Any]) -> DeviceSide:
     return GpuSide()
 
 
-def rank_backend(kind: str, dtype: torch.dtype, first: int, rank: int) -> Backend[Any, Any]:
+def rank_backend(kind: str, dtype: torch.dtype, first: int, rank: int) -> Backend:
     """The backend of another rank than the first: on the next device of the same kind."""
     if kind == "cpu":
         return CpuBackend(dtype)

@@ -32,7 +32,7 @@ from inference.parallel.adapters import (
 from inference.parallel.group import GlooGroup, Group
 from inference.parallel.layers import RankFactory, RankLayer
 from inference.parallel.loader import DeviceSide, RankLoader
-from inference.parallel.messages import HoldAdapter, RankSpec, RunStep, Task, packed, unpacked
+from inference.parallel.messages import HoldAdapter, RankSpec, RunStep, Task
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard
 from kernels.attention_inputs import KVPool
@@ -53,17 +53,17 @@ from kernels.reference import RUN
 class CpuSide(DeviceSide):
     """See `inference.parallel.loader.DeviceSide`."""
 
-    def join(self, inner: Backend[Any, Any], spec: RankSpec, host: GlooGroup, hidden: int) -> Group:
+    def join(self, inner: Backend, spec: RankSpec, host: GlooGroup, hidden: int) -> Group:
         """The group of the processes."""
         return host
 
     def factory(
-        self, inner: Backend[Any, Any], shard: Shard, group: Group, check: Callable[[], None]
+        self, inner: Backend, shard: Shard, group: Group, check: Callable[[], None]
     ) -> CpuFactory:
         """Makes the rank's layers."""
         return CpuFactory(inner, shard, group, check)
 
-    def free_bytes(self, inner: Backend[Any, Any], ranks: int) -> int:
+    def free_bytes(self, inner: Backend, ranks: int) -> int:
         """An equal part of what the system has left."""
         return inner.free_bytes() // ranks
 
@@ -78,7 +78,7 @@ class CpuSide(DeviceSide):
                 adapters.hold(task.slot, task.parts)
                 return
             assert isinstance(task, RunStep)
-            batch = unpacked(task.block)
+            batch = task.batch
             progress.doing = f"{progress.doing}, of {len(batch.ids)} tokens"
             forward(batch)
 
@@ -93,7 +93,7 @@ class CpuSide(DeviceSide):
 
         def run(batch: Batch) -> Tensor:
             with ranks.together(f"running a step of {len(batch.ids)} tokens"):
-                ranks.send(RunStep(packed(batch)))
+                ranks.send(RunStep.of(batch))
                 return forward(batch)
 
         adapters = FirstAdapters(loader, own, ranks)

@@ -139,9 +139,7 @@ def device_store(host: GlooGroup) -> TCPStore:
 class GpuSide(DeviceSide):
     """See `inference.parallel.loader.DeviceSide`."""
 
-    def join(
-        self, inner: Backend[Any, Any], spec: RankSpec, host: GlooGroup, hidden: int
-    ) -> NcclGroup:
+    def join(self, inner: Backend, spec: RankSpec, host: GlooGroup, hidden: int) -> NcclGroup:
         """Meet by NCCL."""
         if spec.ranks not in KERNELS_FOR:
             raise EngineError(
@@ -170,13 +168,13 @@ class GpuSide(DeviceSide):
         return NcclGroup(host, reducer)
 
     def factory(
-        self, inner: Backend[Any, Any], shard: Shard, group: Group, check: Callable[[], None]
+        self, inner: Backend, shard: Shard, group: Group, check: Callable[[], None]
     ) -> GpuFactory:
         """Makes the rank's layers."""
         assert isinstance(inner, TritonBackend)
         return GpuFactory(inner, shard, cast(NcclGroup, group), check)
 
-    def free_bytes(self, inner: Backend[Any, Any], ranks: int) -> int:
+    def free_bytes(self, inner: Backend, ranks: int) -> int:
         """What its GPU has left."""
         return inner.free_bytes()
 

@@ -160,9 +160,7 @@ class RankFactory(ABC):
         check: Raises where another rank has failed.
     """
 
-    def __init__(
-        self, inner: Backend[Any, Any], shard: Shard, group: Any, check: Callable[[], None]
-    ) -> None:
+    def __init__(self, inner: Backend, shard: Shard, group: Any, check: Callable[[], None]) -> None:
         self._inner, self._shard, self._group, self._check = inner, shard, group, check
         self.device, self.dtype = inner.device, inner.dtype
         self.same_bits = inner.same_bits

@@ -3,7 +3,7 @@
     rank 0 -> rank   `RankSpec`; then one of `Task` after another, until the connection ends
     rank -> rank 0   `Heartbeat`s, and `Failed` where it cannot go on
 
-A step is the one block of bytes that its arrays are.
+A step of GPUs is the one block of bytes that its arrays are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from formats.checkpoint.read import Checkpoint
@@ -23,7 +22,6 @@ from inference.gpu.sizes import Size, WholeSize
 from inference.models.adapters import AdaptedLayer, AdapterPart, AdapterParts
 
 LOADING = "loading its part of the model"
-FIELDS = ("ids", "positions", "slots", "block_tables", "query_start", "context_len", "rows")
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,10 @@ class RankSpec:
     ranks: int
     open: Callable[[], Checkpoint]
     config: EngineConfig
-    backend: Callable[[int], Backend[Any, Any]]
+    backend: Callable[[int], Backend]
     meeting: str
     threads: int
-    side: Callable[[Backend[Any, Any]], Any]
+    side: Callable[[Backend], Any]
 
 
 @dataclass(frozen=True)
@@ -105,9 +103,24 @@ class HoldAdapter:
 
 @dataclass(frozen=True)
 class RunStep:
-    """Run the tokens of a step, as `packed` has put them."""
+    """Run the tokens of a step.
 
-    block: bytes
+    Attributes:
+        arrays: Those of a `Batch`; they are sent, where tensors would be shared.
+    """
+
+    arrays: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Self:
+        """Of what the first rank has planned."""
+        return cls({name: own.numpy() for name, own in vars(batch).items() if own is not None})
+
+    @property
+    def batch(self) -> Batch:
+        """What the first rank has planned."""
+        tensors: Any = {name: torch.from_numpy(own) for name, own in self.arrays.items()}
+        return Batch(**tensors)
 
 
 @dataclass(frozen=True)
@@ -152,24 +165,3 @@ class Failed:
 
     doing: str
     why: str
-
-
-def packed(batch: Batch) -> bytes:
-    """The arrays of a step as one block: their sizes, then one after another, all int64; slots of
-    adapters are the last, if there are any."""
-    sequences, width = batch.block_tables.shape
-    sizes = np.array([len(batch.ids), sequences, width, len(batch.rows)])
-    arrays = (getattr(batch, name).numpy().reshape(-1) for name in FIELDS)
-    slots = [] if batch.adapters is None else [batch.adapters.numpy()]
-    return np.concatenate([sizes, *arrays, *slots]).tobytes()
-
-
-def unpacked(block: bytes) -> Batch:
-    """Inverse of `packed`."""
-    numbers = torch.frombuffer(bytearray(block), dtype=torch.int64)
-    tokens, sequences, width, rows = numbers[:4].tolist()
-    sizes = (tokens, tokens, tokens, sequences * width, sequences + 1, sequences, rows)
-    own, slots = numbers[4:].tensor_split([sum(sizes)])
-    parts = dict(zip(FIELDS, own.split(sizes), strict=True))
-    parts["block_tables"] = parts["block_tables"].view(sequences, width)
-    return Batch(**parts, adapters=slots if len(slots) else None)

@@ -7,17 +7,14 @@ imported, so that an HTTP process can refuse what is too large before it sends i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from formats.errors import RequestError, suggestion
 from inference.requests.json_schema import check_schema
 from inference.requests.plain_schema import plain_schema
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "structural_tag"]
 MOST_DEPTH = 64  # of a schema's objects and lists in one another
@@ -118,40 +115,6 @@ class Constraint:
             RequestError: it is too large or too deep, or no JSON.
         """
         return cls("structural_tag", tag if isinstance(tag, str) else write_json(tag))
-
-
-class Matcher(Protocol):
-    """Follows one output; `inference.structured.compiler.GrammarMatcher`.
-
-    Attributes:
-        done: Whether the text is complete, and nothing but its end may come.
-    """
-
-    done: bool
-
-    def accept(self, token: int) -> bool:
-        """Take the next token; False where it does not match, or no text goes on with it."""
-        ...
-
-    def mask(self, *, ends: bool = True) -> np.ndarray:
-        """Which tokens may come, int32 [ceil(vocabulary / 32)], bit i % 32 of word i // 32.
-
-        Args:
-            ends: Whether end tokens may, if there are others.
-        """
-        ...
-
-    def masks_behind(self, drafts: Sequence[int], ends: Sequence[bool]) -> list[np.ndarray]:
-        """Which tokens may come next, and after each of some drafts, as if these had come.
-
-        Args:
-            drafts: One token after the other; after one that may not come nothing counts.
-            ends: As `ends` of `mask`, for each of the masks.
-
-        Returns:
-            As `mask`, one more than there are drafts.
-        """
-        ...
 
 
 def _schemas_of(tag: Any) -> Iterator[Any]:

@@ -53,7 +53,7 @@ class Acceptance:
             ]
             places, tokens = places[finite], tokens[finite]
         batch = self._scheduler.batch
-        for place in places[batch.logprobs[places] >= 0].tolist():
+        for place in places[batch.terms.logprobs[places] >= 0].tolist():
             result.logprobs.append((batch.names[place], logprobs[place]))
             self._requests.at(place).note_logprobs(logprobs[place])
         watched = batch.take(places, tokens, time.perf_counter() if now is None else now)
@@ -122,7 +122,7 @@ class Acceptance:
         result = self.take_tokens(places[~sound], np.full(np.count_nonzero(~sound), -1), {})
         likely = np.where(finite, _likeliest_of(logits, counts, drafts), -1)
         now = time.perf_counter()
-        plain = takes & batch.greedy[places] & batch.on_device(places)
+        plain = takes & batch.terms.greedy[places] & batch.on_device(places)
         served, accepted = self._take_plain(work, which, firsts, plain, likely, now, result)
 
         def choose(own: Ints, rows: Ints) -> tuple[Ints, PlaceLogprobs]:
@@ -208,13 +208,13 @@ class Acceptance:
             Who was given tokens, and how many drafts of each were accepted.
         """
         places, drafts, batch = work.places[which], work.drafts[which], self._scheduler.batch
-        plain = among & ~batch.watched[places] & (batch.logprobs[places] < 0)
+        plain = among & ~batch.terms.watched[places] & (batch.terms.logprobs[places] < 0)
         own, count = places[:, None], np.where(plain, drafts, 0)
         column = np.arange(count.max(initial=0) + 1)
         at = np.minimum(column, count[:, None])  # those after the last draft repeat it
         tokens = chosen[firsts[:, None] + at]
         drafted = batch.ids[own, batch.known[own] + at]
-        ended = (tokens[:, :, None] == batch.ends[own]).any(axis=2)
+        ended = (tokens[:, :, None] == batch.terms.ends[own]).any(axis=2)
         right = (column < count[:, None]) & (tokens == drafted)
         others = np.cumprod(right & ~ended, axis=1).sum(axis=1)  # tokens after which one comes
         gained = column <= others[:, None]
@@ -244,10 +244,10 @@ class Acceptance:
             likely: The token with the largest logit there.
         """
         batch, tokens = self._scheduler.batch, likely.copy()
-        for i in np.flatnonzero(~(batch.greedy[places] & batch.on_device(places))).tolist():
+        for i in np.flatnonzero(~(batch.terms.greedy[places] & batch.on_device(places))).tolist():
             tokens[i] = self._requests.at(int(places[i])).choose(logits[rows[i]])
         logprobs: PlaceLogprobs = {}
-        counts = batch.logprobs[places]
+        counts = batch.terms.logprobs[places]
         for count in set(counts[counts >= 0].tolist()):
             own = np.flatnonzero(counts == count)
             found = top_logprobs(logits[torch.from_numpy(rows[own])], tokens[own].tolist(), count)

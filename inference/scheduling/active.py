@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TYPE_CHECKING
 
 from formats.errors import EngineEndedError, EngineError, RequestError
-from inference.requests.constraint import Matcher
 from inference.requests.request import (
     FinishReason,
     Logprobs,
@@ -16,7 +16,9 @@ from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.scheduler import Scheduler
 
-MakeMatcher = Callable[[Sequence[int]], Matcher]
+if TYPE_CHECKING:
+    from inference.structured.compiler import MakeMatcher
+
 PATIENCE = 0.005  # seconds for which an idle engine waits for a constraint to be compiled
 
 

@@ -7,12 +7,11 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-from inference.requests.constraint import Matcher
 from inference.requests.detokenizer import Detokenizer, LateText
 from inference.requests.request import (
     FinishReason,
@@ -29,6 +28,9 @@ from inference.scheduling.sampler import (
 )
 from inference.scheduling.sequence import MOST_EDITS, NEVER, Draw, Terms
 from inference.scheduling.sequence import Sequence as TokenSequence
+
+if TYPE_CHECKING:
+    from inference.structured.compiler import GrammarMatcher
 
 
 class ActiveRequest:
@@ -55,7 +57,7 @@ class ActiveRequest:
         matcher: Says which tokens may come, where it has a constraint.
     """
 
-    matcher: Matcher | None = None
+    matcher: GrammarMatcher | None = None
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ class ActiveRequest:
         """Which tokens its constraint lets come next, and after each of some drafts.
 
         Returns:
-            One more than there are drafts, each as `Matcher.mask`.
+            One more than there are drafts, each as `GrammarMatcher.mask`.
         """
         assert self.matcher is not None
         least, made = self.params.min_tokens, len(self.tokens)

@@ -24,6 +24,42 @@ FLOATS = dict.fromkeys(("temperature", "top_p", "log_min_p"), np.float32)
 DRAW_TYPES = FLOATS | {"top_k": np.int32, "seeds": np.int64}
 
 
+class TermColumns:
+    """What does not change while sequences run, by place: `Terms` in columns.
+
+    Attributes:
+        last: See `Terms.last`, as for `host_until`, `greedy`, `watched`, `logprobs`, `masked` and
+            `adapter`.
+        ends: int64 [rows, most of a sequence], tokens that end each, else `NO_END`.
+        draws: How the tokens of each are chosen: a column for each field of `Draw`.
+        bias_spans: int32 [rows, 2, 2], `Biases.early` and `late`.
+        bias_until: How long the former holds, in tokens of the output.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.ends = np.full((rows, 1), NO_END, np.int64)
+        self.last, self.host_until = (np.zeros(rows, np.int64) for _ in range(2))
+        self.greedy, self.watched, self.masked = (np.zeros(rows, np.bool_) for _ in range(3))
+        self.logprobs, self.adapter = np.full(rows, -1, np.int64), np.full(rows, -1, np.int32)
+        self.draws = {f.name: np.zeros(rows, DRAW_TYPES[f.name]) for f in fields(Draw)}
+        self.bias_spans, self.bias_until = np.zeros((rows, 2, 2), np.int32), np.zeros(rows, int)
+
+    def put(self, place: int, terms: Terms) -> None:
+        """Note those of the sequence at a place."""
+        if len(terms.ends) > self.ends.shape[1]:
+            self.ends = _widened(self.ends, len(terms.ends), NO_END)
+        self.ends[place] = NO_END
+        self.ends[place, : len(terms.ends)] = terms.ends
+        self.last[place], self.host_until[place] = terms.last, terms.host_until
+        self.greedy[place], self.watched[place] = terms.greedy, terms.watched
+        self.logprobs[place], self.adapter[place] = terms.logprobs, terms.adapter
+        for name, column in self.draws.items():
+            column[place] = getattr(terms.draw, name)
+        biases, self.masked[place] = terms.biases, terms.masked
+        self.bias_spans[place] = (biases.early, biases.late) if biases else 0
+        self.bias_until[place] = biases.until if biases else 0
+
+
 class RunningBatch:
     """Sequences that run, by place; the last row, `spare`, is for one that is run apart.
 
@@ -43,16 +79,10 @@ class RunningBatch:
         computed: Of how many K and V are in the cache.
         promised: How many of its first tokens others can find as soon as they are computed.
         prompt: Tokens of its prompt.
-        last: See `Terms.last`, as for `host_until`, `greedy`, `watched` and `logprobs`.
-        ends: int64 [places + 1, most of a sequence], tokens that end each, else `NO_END`.
         whole: Whether the logits of all its tokens are wanted.
         held_by_client: Whether a client chooses its tokens.
         serial: A number that changes with who is at a place; -1 where there is nobody.
-        draws: How the tokens of each are chosen: a column for each field of `Draw`.
-        bias_spans: int32 [places + 1, 2, 2], `Biases.early` and `late`.
-        bias_until: How long the former holds, in tokens of the output.
-        masked: Whose next token has to be one of a mask's.
-        adapter: int32, see `Terms.adapter`.
+        terms: What does not change while each runs.
         states: Which row holds which recurrent state; None where a model keeps none.
     """
 
@@ -65,18 +95,11 @@ class RunningBatch:
         self.ids = np.zeros((rows, 0), np.int32)
         self.times = np.zeros((rows, 0), np.float64)
         self.tables = np.zeros((rows, 0), np.int32)
-        self.ends = np.full((rows, 1), NO_END, np.int64)
         self.held, self.length, self.known = (np.zeros(rows, np.int64) for _ in range(3))
-        self.computed, self.prompt, self.last = (np.zeros(rows, np.int64) for _ in range(3))
-        self.host_until, self.promised = (np.zeros(rows, np.int64) for _ in range(2))
-        self.greedy, self.watched, self.whole = (np.zeros(rows, np.bool_) for _ in range(3))
-        self.logprobs = np.full(rows, -1, np.int64)
-        self.held_by_client = np.zeros(rows, np.bool_)
+        self.computed, self.prompt, self.promised = (np.zeros(rows, np.int64) for _ in range(3))
+        self.whole, self.held_by_client = (np.zeros(rows, np.bool_) for _ in range(2))
         self.serial = np.full(rows, -1, np.int64)
-        self.draws = {f.name: np.zeros(rows, DRAW_TYPES[f.name]) for f in fields(Draw)}
-        self.bias_spans, self.bias_until = np.zeros((rows, 2, 2), np.int32), np.zeros(rows, int)
-        self.masked = np.zeros(rows, np.bool_)
-        self.adapter = np.full(rows, -1, np.int32)
+        self.terms = TermColumns(rows)
         self._free = list(range(places))
         self._arrivals = 0
 
@@ -86,30 +109,18 @@ class RunningBatch:
         place = heapq.heappop(self._free) if place is None else place
         terms, count = sequence.terms, len(tokens)
         longest = sequence.prompt + 1 if terms.last > 1 << 31 else terms.last + 1
-        self._reserve(max(count, longest), len(terms.ends))
+        self._reserve(max(count, longest))
         self.sequences[place], self.names[place] = sequence, sequence.name
         self.ids[place, :count] = tokens
         self.times[place, sequence.prompt : sequence.prompt + len(times)] = times
-        self.ends[place] = NO_END
-        self.ends[place, : len(terms.ends)] = terms.ends
         self.held[place], self.length[place], self.known[place] = 0, count, count
         self.computed[place], self.prompt[place] = computed, sequence.prompt
-        self.last[place], self.host_until[place] = terms.last, terms.host_until
-        self.greedy[place], self.watched[place] = terms.greedy, terms.watched
-        self.logprobs[place], self.adapter[place] = terms.logprobs, terms.adapter
         self.whole[place], self.serial[place] = sequence.whole, self._arrivals
         self.promised[place], self.held_by_client[place] = sequence.promised, sequence.held
-        for name, column in self.draws.items():
-            column[place] = getattr(terms.draw, name)
-        self._note_edits(place, terms)
+        self.terms.put(place, terms)
         self._arrivals += 1
         sequence.enter(self, place)
         return place
-
-    def _note_edits(self, place: int, terms: Terms) -> None:
-        biases, self.masked[place] = terms.biases, terms.masked
-        self.bias_spans[place] = (biases.early, biases.late) if biases else 0
-        self.bias_until[place] = biases.until if biases else 0
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence's place back; it keeps the tokens that are known."""
@@ -129,13 +140,13 @@ class RunningBatch:
         """Add known tokens to a sequence."""
         start = int(self.length[place])
         assert self.known[place] == start, "a token is on its way"
-        self._reserve(start + len(tokens), 0)
+        self._reserve(start + len(tokens))
         self.ids[place, start : start + len(tokens)] = tokens
         self.length[place] = self.known[place] = start + len(tokens)
 
     def on_device(self, places: Ints) -> Bools:
         """Whose next token depends on its logits and `draws` alone, so that a device chooses it."""
-        return (self.known[places] >= self.host_until[places]) & ~self.whole[places]
+        return (self.known[places] >= self.terms.host_until[places]) & ~self.whole[places]
 
     def missing(self, places: Ints, tokens: Ints) -> Ints:
         """Blocks that sequences lack to hold so many tokens each."""
@@ -144,7 +155,7 @@ class RunningBatch:
     def expect(self, places: Ints) -> None:
         """Keep room for a token that is being chosen for each, unless it is the last."""
         length = self.length[places]
-        going = length < self.last[places]
+        going = length < self.terms.last[places]
         places, length = places[going], length[going]
         self.ids[places, length] = PENDING
         self.length[places] = length + 1
@@ -166,8 +177,8 @@ class RunningBatch:
         known += 1
         self.known[places] = known
         self.length[places] = np.maximum(self.length[places], known)
-        ended = (tokens[:, None] == self.ends[places]).any(axis=1)
-        return ended | (known > self.last[places]) | self.watched[places]
+        ended = (tokens[:, None] == self.terms.ends[places]).any(axis=1)
+        return ended | (known > self.terms.last[places]) | self.terms.watched[places]
 
     def take_several(self, places: Ints, counts: Ints, tokens: Ints, now: float) -> Bools:
         """Give sequences their next tokens, all but the last of which are accepted drafts.
@@ -187,17 +198,15 @@ class RunningBatch:
         known = known + counts
         self.known[places], self.length[places] = known, np.maximum(self.length[places], known)
         self.computed[places] += counts - 1
-        return known > self.last[places]
+        return known > self.terms.last[places]
 
-    def _reserve(self, tokens: int, ends: int) -> None:
-        """Have columns for so many tokens and end tokens."""
+    def _reserve(self, tokens: int) -> None:
+        """Have columns for so many tokens."""
         if tokens > self.ids.shape[1]:
             blocks = -(-max(tokens, 2 * self.ids.shape[1]) // KV_BLOCK)
             self.ids = _widened(self.ids, blocks * KV_BLOCK, 0)
             self.times = _widened(self.times, blocks * KV_BLOCK, 0)
             self.tables = _widened(self.tables, blocks, 0)
-        if ends > self.ends.shape[1]:
-            self.ends = _widened(self.ends, ends, NO_END)
 
 
 def _widened(array: NDArray, columns: int, blank: int) -> NDArray:

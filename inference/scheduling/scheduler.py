@@ -22,13 +22,13 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from formats.errors import EngineError
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.blocks import BlockManager, blocks_for
-from inference.scheduling.drafter import Drafter
 from inference.scheduling.prefix_tree import Key
 from inference.scheduling.prompt_share import (
     Prompt,
@@ -42,6 +42,9 @@ from inference.scheduling.states import whole_pieces
 from inference.scheduling.work import Work
 from kernels.attention_inputs import KV_BLOCK
 
+if TYPE_CHECKING:
+    from inference.speculate.decoder import SpeculativeDecoder
+
 WINDOW = 16  # waiting sequences whose prompts may share a step
 
 
@@ -54,9 +57,9 @@ class Scheduler:
         root: Under which the cache finds what this model computes; see `BlockManager`.
         span: Attention to so many tokens takes as long as all else; see `share_tokens`.
         target_s: Seconds that a step of some decodes and some prompts should take; None: no matter.
-        drafter: Gives drafts of the next tokens, for what room prompts leave in a step.
 
     Attributes:
+        drafter: Gives drafts of the next tokens, for what room prompts leave in a step, if any.
         roots: The same of what is computed with an adapter, by the adapter's slot.
         beside_decodes: Most tokens of prompts in a step that has others; None: as many as fit.
         waiting: Sequences that wait, in the order in which they are admitted.
@@ -74,13 +77,12 @@ class Scheduler:
         root: int = 0,
         span: float = math.inf,
         target_s: float | None = None,
-        drafter: Drafter | None = None,
     ) -> None:
         self._target_s, self._rate = target_s, PromptRate()
         self.blocks, self.root, self.span = blocks, root, span
         self.roots: dict[int, int] = {}
         self.beside_decodes: int | None = None
-        self.drafter = drafter
+        self.drafter: SpeculativeDecoder | None = None
         self.max_batch_size, self.max_batched_tokens = max_batch_size, max_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -162,11 +164,11 @@ class Scheduler:
         waits = waits or self._states is not None  # whose rows for drafts are chosen later
         if self.drafter is None or waits or not np.array_equal(places, self.order):
             return None
-        others = work.host | work.whole | batch.masked[places] | batch.held_by_client[places]
+        others = work.host | work.whole | batch.terms.masked[places] | batch.held_by_client[places]
         if work.prompt_tokens or others.any() or not work.samples.all():
             return None
         length = work.starts + 2 + work.drafts  # if all are accepted
-        most = batch.last[places] - length
+        most = batch.terms.last[places] - length
         if most.min() < 1:
             return None
         room = max(0, self.max_batched_tokens - len(places))
@@ -290,7 +292,7 @@ class Scheduler:
         """Which sequences have one token to compute, and need not stop with the next."""
         batch = self.batch
         length = batch.length[places]
-        able = (batch.computed[places] + 1 == length) & (length < batch.last[places])
+        able = (batch.computed[places] + 1 == length) & (length < batch.terms.last[places])
         if self._states is not None:  # a step keeps the states before drafts, and no others beside
             able &= (length > 1) & ~np.isin(places, self._states.keeping)
         return able & ~(batch.held_by_client[places] | batch.whole[places])
@@ -314,8 +316,9 @@ class Scheduler:
         able = (counts == 1) & self._may_have_drafts(places) & (batch.known[places] == length)
         room = max(0, self.max_batched_tokens - int(counts.sum()))
         room = room if self._states is None else min(room, self._states.drafts)
-        most = np.minimum(batch.last[places] - length, self.max_batched_tokens)
-        host = batch.host_until[places] - length  # tokens until a device chooses: not in one step
+        most = np.minimum(batch.terms.last[places] - length, self.max_batched_tokens)
+        # Tokens until a device chooses; both do not choose in one step.
+        host = batch.terms.host_until[places] - length
         most = np.where(host > 0, np.minimum(most, host - 1), most)[able]
         wanted = self.drafter.plan(batch, places[able], most, room)
         if not wanted.any():
@@ -540,7 +543,7 @@ class Scheduler:
 
 def _few_masks(batch: RunningBatch, places: Ints, drafts: Ints) -> Ints:
     """As many drafts, or fewer where a constraint's masks, one for each draft, are too many."""
-    masked = np.where(batch.masked[places], drafts, 0)
+    masked = np.where(batch.terms.masked[places], drafts, 0)
     if not masked.any():
         return drafts
     before = np.cumsum(masked) - masked

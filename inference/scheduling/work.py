@@ -121,7 +121,7 @@ class Work:
             samples=samples,
             host=host,
             whole=batch.whole[places],
-            logprobs=np.where(samples & ~host, batch.logprobs[places], -1),
+            logprobs=np.where(samples & ~host, batch.terms.logprobs[places], -1),
             drafts=drafts,
         )
 
@@ -174,17 +174,17 @@ class Work:
     @cached_property
     def masked(self) -> Bools:
         """Whose next token a device chooses from those that a mask lets come."""
-        return self.batch.masked[self.places] & self.samples & ~self.host
+        return self.batch.terms.masked[self.places] & self.samples & ~self.host
 
     @cached_property
     def adapted(self) -> bool:
         """Whether any of the sequences runs with an adapter."""
-        return bool((self.batch.adapter[self.places] >= 0).any())
+        return bool((self.batch.terms.adapter[self.places] >= 0).any())
 
     @property
     def adapters(self) -> NDArray[np.int32]:
         """The slot of each token's adapter, -1 for none."""
-        return np.repeat(self.batch.adapter[self.places], self.counts)
+        return np.repeat(self.batch.terms.adapter[self.places], self.counts)
 
     def alive(self) -> Bools:
         """Which of the sequences are still where they were."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamParams
-from inference.requests.request import SamplingParams
+from inference.requests.request import Logprobs, SamplingParams
 from inference.server.engine_client import Overloaded, Unavailable
 from inference.server.schema.generation import GenerationBody, constraint_of, named_error
 from inference.server.served_model import ServedModel
@@ -241,7 +241,7 @@ class Call:
         made: list[Delta] = []
         for one in (hypothesis for hypotheses in found for hypothesis in hypotheses):
             text, tokens = one.text(self.served.tokenizer), [*one.token_ids]
-            logprobs = [dict(each) for each in one.logprobs or ()]
+            logprobs: list[Logprobs] = [*(one.logprobs or ())]
             made.append(Delta(text, [], tokens, logprobs, finish_reason=one.finish_reason))
             self.usage.add(made[-1])
             _find_calls(self.tools and self.tools.parser(), made[-1])

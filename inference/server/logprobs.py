@@ -17,23 +17,17 @@ from typing import Any
 BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level vocabularies spell bytes (Radford et al. 2019, GPT-2):
-    printable ones stand for themselves, the others for those from 256 on."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(b): b for b in own} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
 class TokenTexts:
     """Bytes and texts of the tokens of a transformers tokenizer; each is made once."""
 
     def __init__(self, tokenizer: Any) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         parts = json.loads(backend.to_str())["decoder"] if backend is not None else None
         self._byte_level = '"ByteLevel"' in json.dumps(parts)
-        self._alphabet = _byte_alphabet()
+        self._alphabet = {char: byte for byte, char in bytes_to_unicode().items()}  # GPT-2's
         self._special = {int(token) for token in tokenizer.all_special_ids}
         self._made: dict[int, tuple[bytes, str]] = {}
 

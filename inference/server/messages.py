@@ -15,9 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inference.beam_search import BeamParams, Hypothesis
-from inference.requests.request import FinishReason, SamplingParams
-
-Logprobs = dict[int, float]  # token: its log probability; holds the chosen token
+from inference.requests.request import FinishReason, SamplingParams, StepResult
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class EngineInfo:
         max_positions: Most that the model would allow it.
         vocab_size: Token ids are below it.
         max_batch_size: Most requests that run at once.
-        max_batched_tokens: Most tokens of a step.
         device: Where it runs, such as `cpu` or `cuda:0`.
         quantization: Name of the checkpoint's scheme, such as `a8w8c8`; `float` without one.
         kv_cache: Type of K and V in the cache, such as `int8` or `float32`.
@@ -75,13 +72,11 @@ class EngineInfo:
     max_positions: int
     vocab_size: int
     max_batch_size: int
-    max_batched_tokens: int = 2048
     kv_blocks: int = 0
     block_size: int = 64
     device: str = "cpu"
     quantization: str = "float"
     kv_cache: str = "float32"
-    pid: int = 0
     end_tokens: frozenset[int] = frozenset()
     speculates: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)
@@ -125,37 +120,22 @@ class EngineStats:
 
 
 @dataclass
-class Step:
+class Step(StepResult):
     """What a step of the engine gave, or what several gave that the HTTP process was too slow for.
 
     Attributes:
-        names: Requests that gained a token; of several steps, a name stands once for each token.
-        tokens: The token that each gained, in the order of `names`.
-        logprobs: (name, log probabilities) for each token of a request that wants them, in order.
-        prompt_logprobs: (name, an entry for each token of its prompt, None for the first).
-        finished: (name, reason, why where the reason is `error`) of requests that ended. What they
-            gained is in this message or in one before it.
-        drafts: (name, drafts, accepted drafts) of requests that had drafts in a step; of several
-            steps, a name stands once for each.
+        ended: (name, reason, why where the reason is `error`) of requests that ended, in the place
+            of what is `finished`. What they gained is in this message or in one before it.
         stats: The engine after the last of the steps.
     """
 
-    names: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[tuple[str, Logprobs]] = field(default_factory=list)
-    prompt_logprobs: list[tuple[str, list[Logprobs | None]]] = field(default_factory=list)
-    finished: list[tuple[str, FinishReason, str | None]] = field(default_factory=list)
-    drafts: list[tuple[str, int, int]] = field(default_factory=list)
+    ended: list[tuple[str, FinishReason, str | None]] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
 
     def merge(self, later: Step) -> None:
         """Add what a later step gave."""
-        self.names += later.names
-        self.tokens += later.tokens
-        self.logprobs += later.logprobs
-        self.prompt_logprobs += later.prompt_logprobs
-        self.finished += later.finished
-        self.drafts += later.drafts
+        super().__iadd__(later)
+        self.ended += later.ended
         self.stats = later.stats
 
 

@@ -162,7 +162,7 @@ class OpenRequests:
 
     def take_step(self, step: Step) -> None:
         """Give what a step gained to the streams."""
-        for name, prompt_logprobs in step.prompt_logprobs:
+        for name, prompt_logprobs in step.prompt_logprobs.items():
             if (stream := self.stream(name)) is not None:
                 stream.gained.prompt_logprobs = prompt_logprobs
         for name, logprobs in step.logprobs:
@@ -176,7 +176,7 @@ class OpenRequests:
             if (stream := self.stream(name)) is not None:
                 stream.gained.drafts += drafts
                 stream.gained.accepted += accepted
-        for name, reason, error in step.finished:
+        for name, reason, error in step.ended:
             if (stream := self.stream(name)) is not None:
                 stream.finish(reason, error)
                 self.end(name, reason)

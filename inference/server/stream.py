@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from formats.errors import PTQError, RequestError
 from inference.requests.detokenizer import Detokenizer
-from inference.requests.request import FinishReason
-from inference.server.messages import Logprobs
+from inference.requests.request import FinishReason, Logprobs
 from inference.server.tools.parser import MessageDelta
 
 
@@ -40,7 +39,7 @@ class Delta:
     parts: list[MessageDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] | None = None
-    prompt_logprobs: list[Logprobs | None] | None = None
+    prompt_logprobs: Sequence[Logprobs | None] | None = None
     finish_reason: FinishReason | Literal["tool_calls"] | None = None
     error: str | None = None
     drafts: int = 0

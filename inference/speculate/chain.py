@@ -45,12 +45,12 @@ class Target:
     tokenizer: Any
     vocabulary: int
     sizes: EngineConfig
-    backend: Backend[Any, Any]
+    backend: Backend
     model: Model
     checkpoint: Checkpoint
 
 
-class NetworkBackend(Backend[Any, Any], Protocol):
+class NetworkBackend(Backend, Protocol):
     """A backend that runs networks that draft, beside a model (`Backend.runs_drafters`)."""
 
     def forward(self, model: Any, pools: Sequence[KVPool]) -> Callable[[Any], Tensor]:
@@ -177,7 +177,7 @@ class ChainProposer(Proposer):
 
 
 def require_memory(
-    name: str, weights: int, cache: CacheShape, backend: Backend[Any, Any], dtype: torch.dtype
+    name: str, weights: int, cache: CacheShape, backend: Backend, dtype: torch.dtype
 ) -> None:
     """Refuse a network for which memory is too small.
 

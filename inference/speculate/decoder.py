@@ -21,12 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from typing_extensions import override
 
 from inference.proposers import HiddenStateProposer, Proposer
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
-from inference.scheduling.drafter import Drafter
 from inference.scheduling.work import Work
 from inference.speculate.counts import Tally
 from inference.speculate.estimates import Floats, Rates, StepTime, Trials
@@ -46,8 +44,8 @@ class _Step:
     drafting: float | None = None
 
 
-class SpeculativeDecoder(Drafter):
-    """Drafts for the scheduler; see `inference.scheduling.drafter.Drafter`.
+class SpeculativeDecoder:
+    """What the scheduler asks for drafts.
 
     Args:
         proposer: Makes them.
@@ -69,16 +67,28 @@ class SpeculativeDecoder(Drafter):
         self._steps, self._now = 0, _Step()
         self._drafted = np.full(places + 1, -1, np.int64)  # last step in which each had drafts
 
-    @override
     def wants(self, sequences: int) -> bool:
+        """Whether the next step may have drafts; it is planned with all tokens known then.
+
+        Args:
+            sequences: How many run.
+        """
         if self._depth is not None:
             return True
         if self._steps % PLAIN == 0 or not self._plain.learned:
             return False
         return self._trials.wanted(sequences)
 
-    @override
     def plan(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
+        """How many drafts each sequence is to have in a step; blocks are taken for so many.
+
+        It is called for every step that may have drafts, and where no sequence can, with none.
+
+        Args:
+            places: Those of which all tokens are known, and all but the last computed.
+            most: Most drafts of each: what it may still come to have, less one.
+            room: Most drafts of all.
+        """
         most, self._now.planned = np.minimum(most, self._most), True
         if not most.any():
             return most
@@ -98,14 +108,22 @@ class SpeculativeDecoder(Drafter):
         return _within(wanted, room)
 
     def plan_ahead(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
-        """`Drafter.plan_ahead`; none where `plan` would try whether drafts pay."""
+        """As `plan`, for the step after one that still runs; none where it would try drafts.
+
+        Nothing is noted: the step may be planned again when that one has ended.
+        """
         if not self._rates.know(batch, places):
             return np.zeros_like(most)
         most = np.minimum(most, self._most)
         return _within(most if self._depth is not None else self._paying(places, most), room)
 
-    @override
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
+        """Write drafts to `batch.ids`, after what is known; how many there are of each.
+
+        Args:
+            places: Who gets drafts.
+            most: Most of each, at least one.
+        """
         if self._depth is not None:
             return self._proposer.propose(batch, places, most)
         start = time.perf_counter()
@@ -117,23 +135,34 @@ class SpeculativeDecoder(Drafter):
         self._rates.note_found(places, counts)
         return counts
 
-    @override
     def note_accepted(self, batch: RunningBatch, work: Work, which: Ints, accepted: Ints) -> None:
+        """Learn which drafts were accepted.
+
+        Args:
+            batch: The sequences; some may have ended since.
+            which: Indices of its slices that had drafts and whose first new token was chosen.
+            accepted: How many of each one's drafts were.
+        """
         self._tally.note(work.drafts[which], accepted)
         if self._depth is None:
             self._rates.note_accepted(work.places[which], work.drafts[which], accepted)
             self._trials.gain(len(work), int(accepted.sum()))
 
-    @override
     def learn_times(self, measure: Callable[[], Mapping[int, float]]) -> None:
+        """Learn at the start what steps take whose attention reads nothing.
+
+        Args:
+            measure: Gives seconds by rows, a step of fewer being padded to the next of these; it
+                takes a while, and is called only where they are used.
+        """
         if self._depth is not None:
             return
         seconds = measure()
         for times in (self._plain, self._verifying):
             times.tell(seconds)
 
-    @override
     def note_time(self, work: Work, seconds: float) -> None:
+        """Learn how long a step took, drafting included; noted of every step, in their order."""
         now, self._now = self._now, _Step()
         if self._depth is not None:
             return
@@ -165,18 +194,21 @@ class SpeculativeDecoder(Drafter):
         """How many of them were accepted, likewise."""
         return self._tally.counted()[1]
 
-    @override
     def note_hidden(self, work: Work) -> None:
+        """Learn that hidden states of a step's tokens, all known by now, were given to `keep`.
+
+        Its sequences are still at their places.
+        """
         assert self._reader is not None
         self._reader.note_hidden(work)
 
-    @override
     def note_changes(self, changes: BlockChanges) -> None:
+        """Blocks of the cache were copied, those that were to be."""
         if self._reader is not None:
             self._reader.note_changes(changes)
 
-    @override
     def note_end(self, tokens: Sequence[int], prompt: int) -> None:
+        """A request ended, and not by an error: its tokens, the first `prompt` its prompt's."""
         self._proposer.note_end(tokens, prompt)
 
     def _paying(self, places: Ints, most: Ints) -> Ints:

@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError
 from inference.models.decoder import Decoder
 from inference.models.kv_cache import CacheShape, LayerCache, change_blocks
 from inference.models.model import ModelShape
 from inference.models.network import Computed, Network
+from inference.proposers import HiddenStates
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
-from inference.scheduling.drafter import HiddenStates
 from inference.scheduling.work import Work
 from inference.speculate.cached_tokens import CachedTokens
 from inference.speculate.chain import (
@@ -89,6 +90,11 @@ def declared(target: Target) -> tuple[Decoder[Any, Any], NetworkBackend]:
             "runs this one, gives none. Take ngram, suffix or draft=PATH"
         )
     return target.model, network_backend(target)
+
+
+def holds(checkpoint: Checkpoint, module: str) -> bool:
+    """Whether a linear layer is there, quantized or not."""
+    return f"{module}.weight" in checkpoint or module in checkpoint.quantized_modules
 
 
 def longest_of(target: Target, shape: ModelShape) -> int:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -25,10 +25,10 @@ import numpy as np
 
 from formats.errors import RequestError
 from inference.requests.constraint import Constraint
-from inference.scheduling.active import MakeMatcher
 from inference.structured.helper import Answer, Bounds
 
 Compiled = tuple[Any, int]  # xgrammar's, and its bytes as JSON
+MakeMatcher = Callable[[Sequence[int]], "GrammarMatcher"]
 MOST_KEPT = 64  # compiled grammars
 MOST_BYTES = 256 << 20  # of them together, as JSON
 INSTALL = "pip install 'ptq[structured]'"

@@ -11,11 +11,12 @@ not known here, and says something, is refused by its name.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from formats.errors import CheckpointError
 from inference.transformers_code.pieces import Piece
 from kernels.activations import Named
 from kernels.attention_inputs import AttentionInputs, KVPool
+
+if TYPE_CHECKING:
+    from inference.transformers_code.model import CodeShaped
 
 NAME = "ptq_paged"
 NEUTRAL = frozenset(
@@ -94,52 +98,50 @@ class Query:
         )
 
 
-class Step(Protocol):
-    """The tokens of one step on a device, and the cache."""
+class Step(ABC):
+    """The tokens of one step on a device, and the cache.
 
-    @property
-    def ids(self) -> Tensor:
-        """int64 [T]."""
-        ...
+    Args:
+        model: What runs.
+        batch: The tokens, as the device's steps have them.
 
-    @property
-    def positions(self) -> Tensor:
-        """int64 [T], of each token in its sequence."""
-        ...
+    Attributes:
+        ids: int64 [T].
+        positions: int64 [T], of each token in its sequence.
+        rows: int64 [R], the tokens whose logits are wanted; None for all.
+        pieces: All tokens, as modules that keep a state take them.
+    """
 
-    @property
-    def rows(self) -> Tensor | None:
-        """int64 [R], the tokens whose logits are wanted; None for all."""
-        ...
+    def __init__(self, model: CodeShaped, pools: Sequence[KVPool], batch: Any) -> None:
+        self._windows, self._pools = model.config.windows, [pools[i] for i in model.config.places]
+        self._batch, self.ids = batch, batch.ids
+        self.positions: Tensor = batch.positions
+        self.rows: Tensor | None = batch.rows
+        self.pieces: Sequence[Piece] = getattr(batch, "pieces", ())
 
+    @abstractmethod
     def sinks(self, count: int) -> Tensor | None:
-        """Which tokens are at the first `count` positions: bool [T]; None where none is."""
-        ...
+        """Which tokens are at the first `count` positions: bool or int32 [T], or None."""
 
+    @abstractmethod
     def keep_output(self, x: Tensor) -> None:
         """Give what the head reads [T, H] to a proposer that reads it, if there is one."""
-        ...
 
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """All tokens, as modules that keep a state take them."""
-        ...
-
+    @abstractmethod
     def attend(self, layer: int, own: Query) -> Tensor:
         """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""
-        ...
 
+    @abstractmethod
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension: [..., H] to the same."""
-        ...
 
+    @abstractmethod
     def gated_product(self, gate_up: Tensor, activation: Named) -> Tensor:
         """activation(gate) * up of rows [T, 2 I], the gate's half first: [T, I]."""
-        ...
 
+    @abstractmethod
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Turn channels i and i + D / 2 of heads [T, heads, D] by angles [T, D], halves equal."""
-        ...
 
 
 @dataclass

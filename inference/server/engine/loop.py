@@ -5,7 +5,6 @@ messages = all that are there; advance(); one message
 
 from __future__ import annotations
 
-import os
 from typing import NoReturn
 
 from formats.errors import EngineEndedError, EngineError, PTQError, RequestError
@@ -115,7 +114,7 @@ class EngineLoop:
         for search in self._beams.values():
             search.take(result)
         step = self._message(result)  # now, since searches that end give blocks back
-        news = step.names or step.finished or step.prompt_logprobs
+        news = step.names or step.ended or step.prompt_logprobs
         if news or step.stats != self._last_stats:
             self._channel.send(step)
         self._last_stats = step.stats
@@ -123,7 +122,7 @@ class EngineLoop:
             self._end_beam(search)
 
     def _message(self, result: StepResult) -> Step:
-        finished = []
+        ended = []
         for output in result.finished:
             name, reason = output.request_id, output.finish_reason
             self._corrupted += output.error == NOT_FINITE
@@ -131,19 +130,19 @@ class EngineLoop:
                 continue
             self._names.remove(name)
             if output.param is None:
-                finished.append((name, reason, output.error))
+                ended.append((name, reason, output.error))
             else:  # found out only after it was taken
                 self._channel.send(Refused(name, output.error or "", output.param))
         return Step(
             names=list(result.names),
             tokens=list(result.tokens),
             logprobs=[(name, dict(found)) for name, found in result.logprobs],
-            prompt_logprobs=[
-                (name, [None if of_one is None else dict(of_one) for of_one in found])
+            prompt_logprobs={
+                name: [None if of_one is None else dict(of_one) for of_one in found]
                 for name, found in result.prompt_logprobs.items()
-            ],
-            finished=finished,
+            },
             drafts=list(result.drafts),
+            ended=ended,
             stats=self._stats(),
         )
 
@@ -214,13 +213,11 @@ def describe(engine: Engine) -> EngineInfo:
         max_positions=shape.max_positions,
         vocab_size=shape.vocab_size,
         max_batch_size=sizes.max_batch_size,
-        max_batched_tokens=sizes.max_batched_tokens,
         kv_blocks=sizes.kv_blocks,
         block_size=KV_BLOCK,
         device=str(pool.k.device),
         quantization=engine.checkpoint.scheme.wac,
         kv_cache=str(pool.k.dtype).removeprefix("torch."),
-        pid=os.getpid(),
         end_tokens=engine.end_tokens,
         speculates=engine.speculation is not None,
         adapters=adapters_of(engine),

@@ -76,12 +76,6 @@ class EngineProcess(asyncio.Protocol):
         self._transport: asyncio.WriteTransport  # from `connect` on, as the client
         self._client: EngineClient
 
-    @property
-    def pid(self) -> int:
-        """Of the child."""
-        assert self._process.pid is not None
-        return self._process.pid
-
     async def connect(self, client: EngineClient) -> None:
         """Give a client what the engine says, from now on; and word of its end."""
         loop = asyncio.get_running_loop()

@@ -9,11 +9,11 @@ from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inference.requests.request import Logprobs
 from inference.server.call import Call, beam_params, sampling_params
 from inference.server.formatters.formatter import ChunkFormatter, answer, check_beams, check_stream
 from inference.server.http.responses import ApiError, dumps, quote, unless_gone
 from inference.server.logprobs import CompletionLogprobs
-from inference.server.messages import Logprobs
 from inference.server.schema.generation import LIMITS, GenerationBody, Int, TokenIds, refused
 from inference.server.served_model import ServedModel
 from inference.server.stream import Delta

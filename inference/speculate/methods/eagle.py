@@ -82,8 +82,8 @@ def read_settings(checkpoint: Checkpoint, target: ModelConfig) -> EagleSettings:
     """
     said, name = checkpoint.config, checkpoint.path
     inner = said.get("transformer_layer_config", said)
-    block = next((b for b in BLOCKS if _has(checkpoint, f"{b}.{ATTENTION}.q_proj")), None)
-    if block is None or not _has(checkpoint, "fc"):
+    block = next((b for b in BLOCKS if heads.holds(checkpoint, f"{b}.{ATTENTION}.q_proj")), None)
+    if block is None or not heads.holds(checkpoint, "fc"):
         raise CheckpointError(
             f"{name} is no EAGLE-3 head: it has no layer fc, or no block {' or '.join(BLOCKS)}. A "
             "whole model drafts as draft=PATH; heads of EAGLE and EAGLE-2 are not run"
@@ -119,10 +119,6 @@ def read_settings(checkpoint: Checkpoint, target: ModelConfig) -> EagleSettings:
         residual_is_normed=bool(said.get("norm_before_residual", False)),
         vocabulary=checkpoint.weight_shape("lm_head")[0],
     )
-
-
-def _has(checkpoint: Checkpoint, module: str) -> bool:
-    return f"{module}.weight" in checkpoint or module in checkpoint.quantized_modules
 
 
 def _taps(said: Mapping[str, Any], layers: int) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ class PredictingLayer:
             parts.vector(f"{name}.{norm}") for norm in norms
         )
         head, table = f"{name}.{names.head}", f"{name}.{names.embedding}.weight"
-        self._head = parts.linear(head) if _holds(checkpoint, head) else target.head
+        self._head = parts.linear(head) if heads.holds(checkpoint, head) else target.head
         embedding = parts.finite(table) if table in checkpoint else None
         self._embedding = None if embedding is None else embedding.to(backend.device, backend.dtype)
 
@@ -164,11 +164,6 @@ def _load(checkpoint: Checkpoint, names: Predicting, target: Target) -> heads.He
     return CodeLayer(layer, len(code.layers), backend)
 
 
-def _holds(checkpoint: Checkpoint, module: str) -> bool:
-    """Whether a linear layer is there, quantized or not."""
-    return f"{module}.weight" in checkpoint or module in checkpoint.quantized_modules
-
-
 def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
     """A proposer that runs the layer of a model that predicts further tokens.
 
@@ -193,7 +188,7 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
             "tokens knows it as it was. Take ngram, suffix, draft=PATH or eagle=PATH, or a recipe "
             "without the method rotation, or with its residual: false"
         )
-    if names is None or not _holds(checkpoint, joined):
+    if names is None or not heads.holds(checkpoint, joined):
         raise EngineError(
             f"speculate: {checkpoint.path} has no layer that predicts further tokens ({joined}). "
             "Models of DeepSeek-V3's, GLM-4.5's, MiMo's and Qwen3-Next's build are published "

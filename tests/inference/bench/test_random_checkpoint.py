@@ -216,7 +216,9 @@ def test_the_random_tokenizer_encodes_what_it_decodes():
 def test_a_model_that_is_never_written_has_a_centred_int4_cache(monkeypatch):
     monkeypatch.setitem(SHAPES, "llama-1.1b", SHAPES["llama-1.1b"] | TINY)
     made = RandomCheckpoint("llama-1.1b", "c4", "cpu")
-    assert made.scheme.kv_cache is not None
     assert made.scheme.kv_cache.center_keys
     assert len(made.kv_offsets) == TINY["num_hidden_layers"]
     assert all(not offset.any() for offset in made.kv_offsets.values())
+    assert all(
+        seen.equal(torch.eye(seen.shape[1]).expand_as(seen)) for seen in made.query_moments.values()
+    )

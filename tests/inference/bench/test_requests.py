@@ -113,7 +113,6 @@ def test_a_run_with_drafts_tells_what_became_of_them(tiny_llama):
 def test_drafts_of_several_runs_are_warnings_together():
     counts = DraftCounts(3, (3, 2, 0), (2, 1, 0)), DraftCounts(1, (1, 1, 0, 0), (0, 0, 0, 0))
     speed = summarize(LOAD, [replace(a_run(1.0), drafts=found) for found in counts])
-    assert speed.drafts is not None
     assert speed.drafts.model_dump() == {
         "steps": 4,
         "proposed": (4, 3),
@@ -123,7 +122,6 @@ def test_drafts_of_several_runs_are_warnings_together():
     assert summarize(LOAD, [a_run(1.0)]).drafts is None
     never = replace(a_run(1.0), drafts=DraftCounts(0, (0, 0), (0, 0)))
     found = summarize(LOAD, [never]).drafts
-    assert found is not None
     assert (found.steps, found.proposed, found.tokens_per_step) == (0, (), 1.0)
 
 

@@ -43,7 +43,6 @@ def total(rows, size=0):
 def test_a_variable_is_renamed_and_nothing_else():
     """`size` is there most often, and an attribute's name, too."""
     edit = renamed(TEXT)
-    assert edit is not None
     assert (edit.old, edit.new) == ("row", "value")
     assert edit.text == TEXT.replace("row ", "value ").replace("row.", "value.").replace(
         "row)", "value)"
@@ -95,7 +94,6 @@ def test_the_default_models_tasks_have_as_many_requests_as_are_told():
         source, _, asked = tokenizer.decode(prompt).partition("\n\n\n# The same with ")
         old, new = asked.removesuffix(":\n").split(" renamed to ")
         edit = renamed(f"{source}\n")
-        assert edit is not None
         assert (edit.old, edit.new, edit.text) == (old, new, tokenizer.decode(output))
     task = make_task("repeated", MODEL, 24)
     assert task.outputs is None
@@ -158,7 +156,6 @@ def test_a_run_of_a_task_counts_every_token(tiny_llama, editing):
         assert run.prefill_s >= sum(run.first_token_s) * 0.999
     assert run.drafts.steps == 0
     own = drafted.speculation
-    assert own is not None
     assert own.accepted.sum() > 20
 
 

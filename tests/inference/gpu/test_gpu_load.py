@@ -1,9 +1,6 @@
 """How experts come onto a GPU, with the CPU in its place: by few calls, in little memory."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -19,9 +16,9 @@ from inference.bench.shapes import SHAPES
 from inference.gpu.backend import TritonBackend
 from inference.models import read
 from inference.models.decoder import Decoder
+from tests.inference.models.load_memory import TOGETHER, peaks
 from tests.kernels.triton_lab import interpreted
 
-ROOT = Path(__file__).resolve().parents[3]
 SLACK = 8 << 20  # scales, the allocator's own, objects
 ZEROS = WeightSpec(dtype="int4", granularity="group", group_size=64, symmetric=False)
 OWN = {"w4_zeros": Scheme(weights=ZEROS), "w8_zeros": Scheme(weights=WeightSpec(symmetric=False))}
@@ -127,47 +124,13 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-LOADS = """
-import sys
-sys.path.insert(0, {root!r})
-import ptq
-import torch
-from formats.checkpoint.read import Checkpoint
-from formats.memory import peak_rss_bytes, release_freed_memory, rss_bytes
-from inference.gpu.backend import TritonBackend
-from inference.models import read
-from inference.models.decoder import Decoder
-
-torch.set_num_threads(1)
-read.TOGETHER = 1 << 21
-backend = TritonBackend(torch.device("cpu"), torch.bfloat16)
-Decoder(Checkpoint.open(sys.argv[1]), backend)  # what is imported or compiled at the first time
-for path in sys.argv[2:]:
-    checkpoint = Checkpoint.open(path)
-    release_freed_memory()
-    open("/proc/self/clear_refs", "w").write("5")  # the peak is forgotten
-    before = rss_bytes()
-    model = Decoder(checkpoint, backend)
-    print(peak_rss_bytes() - before, model.weight_bytes)
-    del model
-"""
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peaks from /proc")
 def test_no_more_than_some_experts_are_held_beside_the_packed_ones(tmp_path):
     paths = [random_checkpoint(tmp_path, shape_of(tmp_path, 4, 256, 128), "a8w8")]
     shape = shape_of(tmp_path, 48, 512, 512)
     schemes = ("a8w8", "a8w4", "w4", "fp8_block")
     paths += [random_checkpoint(tmp_path, shape, scheme) for scheme in schemes]
-    done = subprocess.run(
-        [sys.executable, "-c", LOADS.format(root=str(ROOT)), *map(str, paths)],
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    rows = peaks("gpu", *paths)
     for scheme, (held, packed) in zip(schemes, rows, strict=True):
         beside = held - packed
-        assert beside < 4 * (1 << 21) + SLACK, (scheme, beside / 1e6, packed / 1e6)
+        assert beside < 4 * TOGETHER + SLACK, (scheme, beside / 1e6, packed / 1e6)

@@ -89,7 +89,6 @@ def run(stacked: bool):
             if stacked:
                 chosen = torch.tensor([0, 2, 1, 2, 0], dtype=torch.int32)[:, None]
                 experts = side_by_side([(layer, "layer")], 3)
-                assert experts.merged is not None
                 rows = experts.merged.quantized(x, chosen.view(-1))
                 pairs = sort_by_expert(chosen, 3, 16)
                 found = experts.merged.run(*rows, pairs, torch.float16)
@@ -113,7 +112,6 @@ def made(
 ):
     """A packed layer, or a stack of some, and what it stands for."""
     scheme = PRESETS[preset].of_layers
-    assert scheme.weights is not None
     if group not in (None, 128):
         weights = scheme.weights.model_copy(update={"group_size": group})
         scheme = scheme.model_copy(update={"weights": weights})

@@ -17,7 +17,7 @@ from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.speculate.counts import DraftCounts
 from tests.inference.gpu.test_gpu import engine_of, prompt
-from tests.inference.speculate.methods.test_mtp_states import write_knowing
+from tests.inference.speculate.predicting import write_knowing
 from tests.inference.speculate.requests import Replay
 from tests.inference.transformers_code.test_kept_states import kept_in_int8, write_remembering
 from tests.inference.transformers_code.test_states import write_small

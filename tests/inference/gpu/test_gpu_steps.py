@@ -147,10 +147,8 @@ def test_wanted_tokens_are_where_they_stand_without_padding():
     for ones, counts in ((3, [40, 2]), (0, [9, 30]), (2, [5] * 20), (2, [])):
         work = some_work(ones, counts, 1, whole=True)
         size, whole = size_of(work), whole_size(work)
-        assert size is not None
         assert size.every
         wanted = wanted_tokens(work, size)
-        assert wanted is not None
         padded, own = written(work, size), written(work, whole)
         for name in ("positions", "slots", "ids"):
             here = [padded[name][i] for i in wanted.tolist()]

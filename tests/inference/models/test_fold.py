@@ -81,7 +81,6 @@ def test_norms_and_scales_of_channels_move_too():
     whole = held_rows(torch.arange(16.0), CHANNELS)
     assert whole[8:].tolist() == [8.0 + channel for channel in CHANNELS]
     found = held_scales((torch.arange(16.0).view(2, 8), torch.ones(2)), CHANNELS)
-    assert found is not None
     assert found[0][1].tolist() == [8.0 + channel for channel in CHANNELS]
     assert found[1].tolist() == [1, 1]
     pair = (torch.ones(2), torch.ones(2))
@@ -122,6 +121,5 @@ def test_queries_grow_only_beyond_the_length_of_training(make_model):
     checkpoint = Checkpoint.open(make_model("ministral3", **TINY["ministral3"]))
     assert Decoder(checkpoint, CpuBackend(), longest=16).query_growth is None
     growth = Decoder(checkpoint, CpuBackend()).query_growth
-    assert growth is not None
     assert growth[[0, 15]].tolist() == [1.0, 1.0]
     assert growth[16] == pytest.approx(1 + 0.3 * torch.log(torch.tensor(2.0)).item())

@@ -1,9 +1,6 @@
 """How much more than the packed model is held while it is loaded."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,31 +9,10 @@ from inference.bench.random_model import random_checkpoint
 from inference.bench.shapes import SHAPES
 from kernels.cpu import native
 from ptq.convert.convert import convert
+from tests.inference.models.load_memory import peaks
 
-ROOT = Path(__file__).resolve().parents[3]
 HIDDEN, INNER = 1024, 4096
 SLACK = 3 << 20  # scales, the allocator's own
-LOADS = """
-import sys
-sys.path.insert(0, {root!r})
-import ptq
-import torch
-from formats.checkpoint.read import Checkpoint
-from formats.memory import peak_rss_bytes, release_freed_memory, rss_bytes
-from inference.cpu.backend import CpuBackend
-from inference.models.decoder import Decoder
-
-torch.set_num_threads(1)
-Decoder(Checkpoint.open(sys.argv[1]), CpuBackend())  # what is imported, compiled or cached at the first time
-for path in sys.argv[2:]:
-    checkpoint = Checkpoint.open(path)
-    release_freed_memory()
-    open("/proc/self/clear_refs", "w").write("5")  # the peak is forgotten
-    before = rss_bytes()
-    model = Decoder(checkpoint, CpuBackend())
-    print(peak_rss_bytes() - before, model.weight_bytes)
-    del model
-"""
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peaks from /proc"),
@@ -63,17 +39,8 @@ def loads(tmp_path_factory) -> dict[str, tuple[int, int]]:
     paths["words"] = write(folder, "a8w4", vocab_size=6000)  # 12 MB, and the head as much
     paths["gptq"] = str(folder / "gptq")
     convert(write(folder, "w4"), paths["gptq"], "gptq")
-    script = LOADS.format(root=str(ROOT))
     small = write(folder, "a8w4", intermediate_size=256)
-    done = subprocess.run(
-        [sys.executable, "-c", script, small, *paths.values()],
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back at once
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    rows = peaks("cpu", small, *paths.values())
     return dict(zip(paths, rows, strict=True))
 
 

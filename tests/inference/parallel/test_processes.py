@@ -138,7 +138,6 @@ def test_ranks_end_with_the_first(tmp_path):
     program = [sys.executable, "-c", FIRST.format(meeting=str(tmp_path / "meeting"))]
     first = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        assert first.stdout is not None
         pid = first.stdout.readline().strip()
         assert runs(pid)
     finally:

@@ -59,15 +59,14 @@ def test_schemes(scheme, ranks, make_model, make_quantized):
     compare(path, ranks, exact=scheme in EXACT, bound=bound)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "granite", "phi3", "glm4"])
-def test_families(family, make_model, make_quantized):
+FAMILIES = [(family, 2) for family in ("qwen2", "qwen3", "gemma2", "granite", "phi3", "glm4")]
+
+
+@pytest.mark.parametrize(("family", "ranks"), [*FAMILIES, ("qwen2", 4)])
+def test_families(family, ranks, make_model, make_quantized):
     """Biases of q, k and v, norms of heads, bounds, merged layers, heads that turn in parts; all
     have a head that is the embedding, too."""
-    compare(make_quantized(make_model(family), "a8w8c8"), exact=True)
-
-
-def test_four_ranks_of_a_family_with_biases(make_model, make_quantized):
-    compare(make_quantized(make_model("qwen2"), "a8w8c8"), 4, exact=True)
+    compare(make_quantized(make_model(family), "a8w8c8"), ranks, exact=True)
 
 
 def test_a_quantized_head_that_is_the_embedding(tiny_llama, tmp_path):

@@ -39,6 +39,16 @@ def test_params_are_values():
         ("min_p", 1.1, "less than or equal to 1"),
         ("min_p", float("nan"), "less than or equal to 1"),
         ("constraint", "json", "Constraint; found 'json'"),
+        *(("temperature", wrong, None) for wrong in (-1, float("nan"), 1e39)),
+        ("temperature", 1e-40, None),  # logits over it would be infinite
+        *(("top_p", wrong, None) for wrong in (0, 1.5, 1e-300)),
+        *(("top_k", wrong, None) for wrong in (-1, 2**31)),
+        *(("repetition_penalty", wrong, None) for wrong in (0, 1e-44, 1e300)),
+        ("max_tokens", 0, None),
+        ("min_tokens", 200, None),
+        ("stop", ("",), None),
+        ("seed", -3, None),
+        ("beams", 3, None),
     ],
 )
 def test_what_is_out_of_range_is_refused_by_name(field, value, message):

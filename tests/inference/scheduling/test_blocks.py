@@ -125,7 +125,6 @@ def test_a_fork_shares_all_and_the_first_to_write_gets_a_copy():
     assert blocks.table("a") == own
     assert blocks.table("b")[0] == own[0]
     changes = blocks.take_changes()
-    assert changes is not None
     assert changes.copies == [(own[1], blocks.table("b")[1])]
     assert blocks.take_changes() is None
     assert blocks.missing("a", 101) == 0, "nobody else holds its last block any more"
@@ -170,7 +169,6 @@ def test_copies_tell_what_each_block_is_to_hold_whatever_came_between():
     blocks.fork("b", "d", 10)  # of a block that is not copied yet
     assert blocks.grow("d", 11)
     changes = blocks.take_changes()
-    assert changes is not None
     assert changes.copies == [(source, blocks.table(name)[0]) for name in "bd"]
     blocks.check()
 
@@ -181,11 +179,9 @@ def test_what_nobody_has_looked_at_is_cleared_before_another_gets_it():
     own = list(blocks.table("a"))
     blocks.release("a", text(150))  # without logits
     changes = blocks.take_changes()
-    assert changes is not None
     assert changes.clears == [own[2]], "the others are cached as they are"
     assert blocks.grow("b", 192)
     changes = blocks.take_changes()
-    assert changes is not None
     assert sorted(changes.clears) == sorted(own[:2])
 
 
@@ -231,7 +227,6 @@ def test_what_an_adapter_gives_is_written_once_and_not_after_a_step_that_failed(
     blocks.fill("a", 2, range(62, 66))
     changes = blocks.take_changes()
     slots = [64 * first + 62, 64 * first + 63, 64 * second, 64 * second + 1]
-    assert changes is not None
     assert changes.fills == [(2, 62, slots)]
     blocks.fill("a", 2, range(66, 70))
     blocks.forget()

@@ -193,11 +193,11 @@ class FakeEngine:
             if params.prompt_logprobs is not None and request.made == 0:
                 number = params.prompt_logprobs
                 found = [self._logprobs(t, number) for t in request.prompt[1:]]
-                step.prompt_logprobs.append((name, [None, *found]))
+                step.prompt_logprobs[name] = [None, *found]
             request.made += 1
             if request.made in (params.max_tokens, len(request.answer)):
                 cut = request.made == params.max_tokens
-                step.finished.append((name, "length" if cut else "stop", None))
+                step.ended.append((name, "length" if cut else "stop", None))
                 del self._requests[name]
         if self.drafts:
             gained = Counter(step.names)

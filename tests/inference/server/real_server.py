@@ -49,7 +49,6 @@ class RealServer:
 
     def wait(self) -> RealServer:
         """Wait until it is ready."""
-        assert self.process.stdout is not None
         while "Ctrl-C" not in self.greeting:
             line = self.process.stdout.readline()
             assert line, f"it ended with {self.process.wait()}: {self.errors}"
@@ -103,7 +102,6 @@ class RealServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        assert self.process.stdout is not None
         self.process.stdout.close()
         self._errors.close()
 

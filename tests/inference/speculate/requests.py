@@ -41,12 +41,16 @@ class Replay:
         outputs: All tokens of requests, prompts included; found again by their beginnings.
         chance: Probability that a draft is right, where all before it are.
         vocabulary: Of wrong tokens.
+
+    Attributes:
+        drafts: The texts that it drafted for, as far as they were known, and what it drafted.
     """
 
     def __init__(self, outputs: Sequence[Sequence[int]], chance: float, vocabulary: int) -> None:
         self._outputs, self._chance, self._vocabulary = list(outputs), chance, vocabulary
         self._random = random.Random(0)
         self.ended = 0
+        self.drafts: list[tuple[list[int], list[int]]] = []
 
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
         counts = np.zeros_like(places)
@@ -58,7 +62,12 @@ class Replay:
                 right = self._random.random() < self._chance
                 batch.ids[place, known + counts[i]] = token if right else self._wrong(token)
                 counts[i] += 1
+            self.drafts.append((begun, batch.ids[place, known : known + counts[i]].tolist()))
         return counts
+
+    def reached_behind(self, length: int) -> bool:
+        """Whether drafts stood behind the last of so many tokens of a text, in one step with it."""
+        return any(len(text) < length < len(text) + len(own) for text, own in self.drafts)
 
     def note_end(self, tokens: Sequence[int], prompt: int) -> None:
         self.ended += 1
@@ -159,6 +168,21 @@ def all_tokens(engine: Engine, requests: Sequence[tuple[str, SamplingParams, int
             if output.param is not None:
                 raise RequestError(str(output.error), output.param)
     return [done[name] for name in names]
+
+
+def fork_within(runner: Engine, prompt: Sequence[int]) -> None:
+    """Have a held request go on by tokens 30 to 38, 32, and 39 to 45, and fork it by 31 before 32."""
+    held = runner.hold(prompt, top=2, beams=2, max_tokens=20)
+    for i in range(16):
+        runner.advance()
+        runner.extend(held.name, 30 + i)
+        if i == 8:
+            runner.advance()
+            runner.fork(held.name, "other", 31)
+            runner.extend(held.name, 32)
+    runner.advance()
+    runner.abort(held.name)
+    runner.abort("other")
 
 
 def accepted(engine_of: Callable[..., Engine], folder: Path) -> float:

@@ -42,7 +42,6 @@ def test_nothing_changes(tiny_llama, make_quantized, scheme, depth, chance, conf
     runner.speculate_by(replay, depth)
     assert run_all(runner, requests) == wanted
     own = runner.speculation
-    assert own is not None
     assert own.proposed.sum() > 0
     assert replay.ended == COUNT
     share = own.accepted[0] / own.proposed[0]  # some outputs begin alike and go on otherwise
@@ -72,7 +71,6 @@ def test_no_method_changes_anything(tiny_llama, make_quantized, plain, method, d
     runner = engine(tiny_llama, speculate=own, **config)
     assert run_all(runner, requests) == wanted
     assert run_all(runner, requests) == wanted  # what was served before is known now
-    assert runner.speculation is not None
     assert runner.speculation.accepted.sum() > 0
 
 
@@ -141,7 +139,6 @@ def pretend(
 ) -> SpeculativeDecoder:
     """Have steps of so many rows, and chains of so many drafts, take other times than they do."""
     found = runner.speculation
-    assert found is not None
     kinds = (found._plain, step), (found._verifying, step), (found._drafting, drafting)
     for times, seconds in kinds:
         times.note = _instead(times.note, seconds)

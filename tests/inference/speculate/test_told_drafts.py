@@ -6,37 +6,21 @@ from itertools import takewhile
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams, StepResult
-from inference.scheduling.batch import Ints, RunningBatch
 from tests.inference.speculate.requests import Replay
 from tests.inference.speculate.test_traps import KINDS, ended_at
 
 PROMPTS = {kind: [*range(42 + i, 62 + i)] for i, kind in enumerate(KINDS)}
 
 
-class Kept(Replay):
-    """Also keeps the texts that it drafted for, by then, and the drafts behind them."""
-
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
-        self.drafts: list[tuple[list[int], list[int]]] = []
-
-    def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
-        counts = super().propose(batch, places, most)
-        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
-            known = int(batch.known[place])
-            tokens = batch.ids[place, : known + count].tolist()
-            self.drafts.append((tokens[:known], tokens[known:]))
-        return counts
-
-    def of(self, text: list[int]) -> tuple[int, int]:
-        """Drafts of a text, and how many of them came."""
-        proposed = came = 0
-        for begun, drafts in self.drafts:
-            if begun == text[: len(begun)]:
-                pairs = zip(drafts, text[len(begun) :], strict=False)
-                proposed += len(drafts)
-                came += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return proposed, came
+def drafts_of(replay: Replay, text: list[int]) -> tuple[int, int]:
+    """Drafts of a text, and how many of them came."""
+    proposed = came = 0
+    for begun, drafts in replay.drafts:
+        if begun == text[: len(begun)]:
+            pairs = zip(drafts, text[len(begun) :], strict=False)
+            proposed += len(drafts)
+            came += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return proposed, came
 
 
 def run(runner: Engine, params: dict[str, SamplingParams]) -> tuple[dict[str, list[int]], list]:
@@ -60,7 +44,7 @@ def test_drafts_of_each_request_are_told_with_its_tokens(tiny_llama):
     outputs = {kind: text[len(PROMPTS[kind]) :] for kind, text in whole.items()}
     ends = {kind: output[ended_at(output, 12)] for kind, output in outputs.items()}
     stopped = {k: SamplingParams(**own, stop_token_ids=(ends[k],)) for k, own in values.items()}
-    replay = Kept(list(whole.values()), 0.8, runner.model.config.vocab_size)
+    replay = Replay(list(whole.values()), 0.8, runner.model.config.vocab_size)
     runner.speculate_by(replay, 6)
     texts, steps = run(runner, stopped)
     told, came, at_ends = Counter[str](), Counter[str](), set[str]()
@@ -72,12 +56,11 @@ def test_drafts_of_each_request_are_told_with_its_tokens(tiny_llama):
             at_ends |= {kind} if gained[kind] == accepted else set()
             assert gained[kind] == accepted + (kind not in at_ends)
     assert {kind: (told[kind], came[kind]) for kind in KINDS} == {
-        kind: replay.of(text) for kind, text in texts.items()
+        kind: drafts_of(replay, text) for kind, text in texts.items()
     }
     assert {"greedy", "drawn and told"} <= at_ends  # by arrays, and row by row
     assert all(0 < came[kind] < told[kind] for kind in KINDS)
     own = runner.speculation
-    assert own is not None
     assert (own.proposed.sum(), own.accepted.sum()) == (told.total(), came.total())
 
 

@@ -9,7 +9,6 @@ from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.requests.constraint import Constraint
 from inference.requests.request import RequestOutput, SamplingParams
-from inference.scheduling.batch import Ints, RunningBatch
 from tests.inference.speculate.requests import Replay
 
 PROMPT = [*range(20, 40)]
@@ -29,25 +28,6 @@ WORDS = {
 }
 
 
-class Noted(Replay):
-    """Also keeps what it drafted: how many tokens were known, and the drafts behind them."""
-
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
-        self.drafts: list[tuple[int, list[int]]] = []
-
-    def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
-        counts = super().propose(batch, places, most)
-        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
-            known = int(batch.known[place])
-            self.drafts.append((known, batch.ids[place, known : known + count].tolist()))
-        return counts
-
-    def reached_behind(self, length: int) -> bool:
-        """Whether drafts stood behind the last of so many tokens of a text, in one step with it."""
-        return any(known < length < known + len(drafts) for known, drafts in self.drafts)
-
-
 def engine(folder, **config) -> Engine:
     return Engine.from_pretrained(folder, config=EngineConfig(**config))
 
@@ -65,9 +45,9 @@ def answer(runner: Engine, params: SamplingParams, prompt: Sequence[int] = PROMP
 
 def drafted(
     runner: Engine, texts: Sequence[Sequence[int]], chance: float = 1.0, depth: int = DEPTH
-) -> Noted:
+) -> Replay:
     """Have drafts of known texts, prompts included, from now on."""
-    replay = Noted(texts, chance, runner.model.config.vocab_size)
+    replay = Replay(texts, chance, runner.model.config.vocab_size)
     runner.speculate_by(replay, depth)
     return replay
 
@@ -165,7 +145,7 @@ def test_no_draft_stands_behind_the_last_position(tiny_llama, kind, length):
     assert wanted[2] == "length"
     replay = drafted(runner, [[*PROMPT, *wanted[0], *[7] * 20]], depth=16)
     assert answer(runner, params) == wanted
-    assert max(known + len(drafts) for known, drafts in replay.drafts) == length - 1
+    assert max(len(text) + len(drafts) for text, drafts in replay.drafts) == length - 1
 
 
 @pytest.mark.parametrize(
@@ -189,7 +169,6 @@ def test_drafts_behind_a_complete_json_are_not_taken(tiny_llama, values):
         assert replay.reached_behind(len(PROMPT) + len(wanted[0]))
         drafted(runner, texts, 0.6)
         assert answer(runner, params) == wanted
-        assert runner.speculation is not None
         assert 0 < runner.speculation.accepted.sum() < runner.speculation.proposed.sum()
 
 
@@ -219,7 +198,6 @@ def test_the_prefix_cache_finds_as_much_with_drafts(tiny_llama, method):
         runner.check_integrity()
         found.append(counts)
         answers.append(texts)
-    assert runner.speculation is not None
     assert runner.speculation.accepted.sum() > 20
     assert answers[1] == answers[0]
     assert found[1] == found[0]
@@ -239,7 +217,6 @@ def test_an_aborted_request_with_drafts_leaves_what_it_computed(tiny_llama):
         while gained < 95:
             gained += runner.advance().names.count(name)
         output = runner.abort(name)
-        assert output is not None
         assert output.token_ids == whole[:gained]
         runner.check_integrity()
         wanted = answer(engine(tiny_llama), params, [*prompt, *whole[:150]])
@@ -266,7 +243,6 @@ def test_who_gives_way_says_the_same_with_drafts(tiny_llama, make_quantized, sch
         assert [told(output) for output in small.generate(prompts, params)] == wanted
         assert small.stats().preemptions > before
     small.check_integrity()
-    assert small.speculation is not None
     assert small.speculation.accepted.sum() > 0
 
 
@@ -283,7 +259,6 @@ def test_log_probabilities_of_tokens_that_were_drafts_are_those_of_the_model(tin
     outputs = runner.generate(prompts, params)
     assert [told(output) for output in outputs] == wanted
     own = runner.speculation
-    assert own is not None
     assert own.accepted.tolist() == [10 * len(prompts)] * 3  # three of four tokens were drafts
     for output, values in zip(outputs, params, strict=True):
         assert len(output.logprobs or ()) == 41

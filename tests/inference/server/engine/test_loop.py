@@ -151,7 +151,7 @@ def test_a_step_is_one_message(http):
     sent, error, _ = http.drive(tokens, ends("a"), tokens)
     assert isinstance(error, HttpGone)
     assert [(m.names, m.tokens) for m in sent] == [(["a", "b"], [7, 7]), (["a"], [7]), (["b"], [7])]
-    assert [m.finished for m in sent] == [[], [("a", "length", None)], []]
+    assert [m.ended for m in sent] == [[], [("a", "length", None)], []]
     assert [m.stats.running for m in sent] == [2, 1, 1]
     assert [m.stats.blocks_free for m in sent] == [6, 7, 7]
 
@@ -256,7 +256,7 @@ def test_memory_that_ran_out_is_not(http):
 def test_a_request_without_finite_logits_ends_alone_and_is_counted(http):
     http.send(submit("a"), submit("b"))
     sent, _, _ = http.drive(ends("a", NOT_FINITE), tokens)
-    assert sent[0].finished == [("a", "error", NOT_FINITE)]
+    assert sent[0].ended == [("a", "error", NOT_FINITE)]
     assert sent[-1].names == ["b"]
     assert sent[-1].stats.corrupted == 1
 
@@ -270,7 +270,7 @@ def test_a_fault_of_a_parameter_that_shows_late_is_a_refusal(http):
     http.send(submit("a"), submit("b"))
     sent, _, _ = http.drive(refuses, tokens)
     assert sent[0] == Refused("a", "no such", "constraint")
-    assert not sent[1].finished
+    assert not sent[1].ended
     assert sent[-1].stats.corrupted == 0
 
 

@@ -16,7 +16,7 @@ from inference.scheduling.sequence import Sequence
 from inference.speculate.cached_tokens import CachedTokens
 from inference.speculate.chain import ChainProposer, Target
 from inference.speculate.methods.draft import draft_proposer
-from tests.inference.speculate.requests import request_count, run_all, some_requests
+from tests.inference.speculate.requests import fork_within, request_count, run_all, some_requests
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
 PROMPTS = [[5 + i] * 45 + [9 + 3 * i] * i for i in range(4)]
@@ -28,14 +28,12 @@ def engine(folder, draft=None, depth=4, **config) -> Engine:
 
 
 def proposer_of(runner: Engine) -> ChainProposer:
-    assert runner.speculation is not None
     return runner.speculation._proposer  # pyright: ignore[reportReturnType]
 
 
 def acceptance(runner: Engine) -> float:
     """Share of drafts that came since it was last asked."""
     own = runner.speculation
-    assert own is not None
     share = own.accepted.sum() / own.proposed.sum()
     own.accepted[:], own.proposed[:] = 0, 0
     return float(share)
@@ -74,17 +72,7 @@ def test_what_is_found_but_was_never_drafted_for_is_computed(tiny_llama):
     runner.generate(PROMPTS, LONG)  # blocks hold something else
     prompt = [*range(20, 140)]
     runner.generate([prompt], SamplingParams(max_tokens=1))
-    held = runner.hold(prompt, top=2, beams=2, max_tokens=20)
-    for i in range(16):
-        runner.advance()
-        runner.extend(held.name, 30 + i)
-        if i == 8:
-            runner.advance()
-            runner.fork(held.name, "other", 31)
-            runner.extend(held.name, 32)
-    runner.advance()
-    runner.abort(held.name)
-    runner.abort("other")
+    fork_within(runner, prompt)
     acceptance(runner)
     hits = runner.stats().hit_tokens
     runner.generate([prompt, [*prompt, *range(30, 39), 32, 39, 40]], LONG)
@@ -144,7 +132,6 @@ def test_logits_that_are_not_finite_draft_nothing_and_leave_nothing(tiny_llama):
     network._forward = broken
     want = engine(tiny_llama).generate(PROMPTS[:1], LONG)
     assert runner.generate(PROMPTS[:1], LONG)[0].token_ids == want[0].token_ids
-    assert runner.speculation is not None
     assert runner.speculation.proposed.sum() == 0
     network._forward = forward
     for pool in draft._pools:  # as if no other block had ever been written

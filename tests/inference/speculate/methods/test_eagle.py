@@ -20,7 +20,7 @@ from kernels.numerics import dequantize
 from ptq.methods.rotation import RotationSpec
 from recipes.tiny_python_eagle_network import HeadNetwork
 from recipes.train_tiny_python_eagle import HeadSpec, frequent, head_config, write_head
-from tests.inference.speculate.requests import request_count, run_all, some_requests
+from tests.inference.speculate.requests import fork_within, request_count, run_all, some_requests
 from tests.ptq.methods.test_rotation import write_view
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -93,7 +93,6 @@ def reference(tiny_llama, head) -> Reference:
 
 def spied(runner: Engine) -> list[tuple[list[int], list[int]]]:
     """Texts and what is drafted behind them, from now on."""
-    assert runner.speculation is not None
     proposer, seen = runner.speculation._proposer, []
     propose = proposer.propose
 
@@ -119,17 +118,7 @@ def test_drafts_are_those_of_the_network(tiny_llama, reference, head):
     shared = [*range(30, 94)]  # one block; what follows it differs
     for other in (7, 9, 7):
         runner.generate([[*shared, other, 8]], LONG)
-    held = runner.hold([*range(100, 150)], top=2, beams=2, max_tokens=20)
-    for i in range(16):
-        runner.advance()
-        runner.extend(held.name, 30 + i)
-        if i == 8:
-            runner.advance()
-            runner.fork(held.name, "other", 31)
-            runner.extend(held.name, 32)
-    runner.advance()
-    runner.abort(held.name)
-    runner.abort("other")
+    fork_within(runner, [*range(100, 150)])
     hits = runner.stats().hit_tokens
     prompt = [*range(100, 150), *range(30, 39)]
     for rest in ([31], [32, 39, 40, 41, 42, 43, 44, 45, 6]):
@@ -152,7 +141,6 @@ def test_what_a_head_made_of_drafts_is_made_again_of_what_came(tiny_llama, refer
     held = []
     for depth in (1, 4):
         runner = engine(tiny_llama, head, depth)
-        assert runner.speculation is not None
         own = runner.speculation._proposer
         assert isinstance(own, HeadProposer)
         logits, favoured = own._head.logits, torch.nn.functional.one_hot(torch.tensor(7), 384)
@@ -219,7 +207,6 @@ def test_nothing_changes(tiny_llama, make_quantized, reference, head, scheme, de
     runner = engine(folder, head, depth, **config)
     for _ in range(2):
         assert run_all(runner, requests) == wanted
-    assert runner.speculation is not None
     assert runner.speculation.proposed.sum() > 0
 
 
@@ -230,7 +217,6 @@ def test_blocks_one_by_one_tell_the_same_hidden_states(make_model, reference, he
     assert runner.generate(PROMPTS, LONG)[0].token_ids == (
         engine(folder).generate(PROMPTS, LONG)[0].token_ids
     )
-    assert runner.speculation is not None
     assert runner.speculation.proposed.sum() > 0
 
 
@@ -271,7 +257,6 @@ def test_the_other_layout_is_read(tiny_llama, reference, head, tmp_path):
 
 def test_logits_that_are_not_finite_draft_nothing_and_leave_nothing(tiny_llama, reference, head):
     runner = engine(tiny_llama, head)
-    assert runner.speculation is not None
     own = runner.speculation._proposer
     assert isinstance(own, HeadProposer)
     features = own._head.features

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +13,6 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
-from formats.families.registry import BY_TYPE
-from inference.config import EngineConfig, SpeculateConfig
-from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from ptq.convert.convert import convert
 from ptq.methods.rotation import RotationSpec
@@ -30,61 +26,20 @@ from tests.experts import rewrite
 from tests.fake_quantized import dequantized
 from tests.families import distance, transformers_logits
 from tests.formats.checkpoint.test_served_cache import served
-from tests.inference.speculate.methods.test_mtp import KINDS
+from tests.inference.speculate.predicting import (
+    KINDS,
+    engine,
+    names_of,
+    second_layer,
+    write_predicting,
+)
 from tests.inference.speculate.requests import accepted
 from tests.ptq.quantizing import SMOOTH, make_plan, random_tokens
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 PROMPTS = [[5 + i] * 15 + [9 + 3 * i] * i + [40 + i] for i in range(4)]
-HIDDEN = 128
 TWO = pytest.mark.parametrize("kind", ["deepseek_v3", "mimo"], indirect=True)
 DENSE = pytest.mark.parametrize("kind", ["mimo"], indirect=True)
-
-
-def engine(folder, method: str | None = "mtp", **config) -> Engine:
-    own = SpeculateConfig(method=method, depth=3) if method else None
-    sizes: dict[str, Any] = {"max_model_len": 256, "max_batch_size": 4} | config
-    return Engine.from_pretrained(folder, config=EngineConfig(speculate=own, **sizes))
-
-
-def write_predicting(tensors: dict[str, Tensor], kind: str) -> None:
-    """Add a layer that mostly knows the next token but one: blocks say little beside the embedding.
-
-    The model's output follows its last token and a little of what came before; the layer reads the
-    token after that, and its block is the model's last. A second one knows nothing.
-    """
-    for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name] *= 0.002
-    names = BY_TYPE[kind].predicting
-    assert names is not None
-    layer = f"{names.layer(2)}."
-    added = {
-        name.replace("model.layers.1.", layer): tensor.clone()
-        for name, tensor in tensors.items()
-        if name.startswith("model.layers.1.")
-    }
-    embedding = tensors["model.embed_tokens.weight"].float()
-    generator = torch.Generator().manual_seed(0)
-    noise = 3e-5 * torch.randn(HIDDEN, HIDDEN, generator=generator)
-    halves = [embedding.std() * torch.eye(HIDDEN), noise]
-    joined = torch.cat(halves[::-1] if names.hidden_first else halves, dim=1)
-    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    added |= {
-        f"{layer}{names.joined}.weight": joined.bfloat16(),
-        f"{layer}{names.embedded_norm}.weight": ones,
-        f"{layer}{names.hidden_norm}.weight": ones.clone(),
-        f"{layer}{names.norm}.weight": tensors["model.norm.weight"].clone(),
-    }
-    tensors |= added
-    for name, tensor in added.items():
-        noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        tensors[name.replace(layer, f"{second_layer(kind)}.")] = noise
-
-
-def second_layer(kind: str) -> str:
-    """Full name of the second of these layers."""
-    return {"mimo": "model.mtp_layers.1"}.get(kind, "model.layers.3")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -102,8 +57,7 @@ def original(make_model, tmp_path_factory, kind) -> Path:
 
 def layer_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
     """Those of both layers, by their names in the file."""
-    names = BY_TYPE[kind].predicting
-    assert names is not None
+    names = names_of(kind)
     both = (f"{names.layer(2)}.", f"{second_layer(kind)}.")
     files = folder.glob("*.safetensors")
     tensors = {name: t for file in files for name, t in load_file(file).items()}
@@ -259,15 +213,13 @@ def test_scales_of_its_cache_are_left_out(original, kind, tmp_path):
 
 
 def test_inspect_and_the_report_tell_of_it(original, w4, kind, caplog):
-    names = BY_TYPE[kind].predicting
-    assert names is not None
+    names = names_of(kind)
     lines, both = describe(inspect(Checkpoint.open(w4)), 3), (names.layer(2), second_layer(kind))
     assert f"  layers that predict further tokens: {', '.join(both)}" in lines
     engine(w4)
     assert f"{both[0]} drafts every token; {both[1]}" in caplog.text
     before, after = (engine(folder, None) for folder in (original, w4))
     found = measure_drafts(before, after, random_tokens().sequences()[:2])
-    assert found is not None
     assert min(found.original, found.quantized) > 3
     assert before.speculation is None
     assert DraftPair(**found.model_dump()) == found
