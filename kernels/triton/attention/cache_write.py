@@ -78,17 +78,18 @@ def compensated(a, b, scale, feedback, head, DIM: tl.constexpr, TYPE: tl.constex
         head: Which of its heads they are [heads].
     """
     half: tl.constexpr = DIM // 2
+    AT_ONCE: tl.constexpr = 4 if a.shape[0] == 1 else 1  # rows of several blocks are on their way
     i = tl.arange(0, a.shape[2])[None, None, :]
     rows = feedback + head.to(tl.int64)[None, :, None] * (DIM * DIM) + i
     moved_a, moved_b, q_a, q_b = a, b, tl.zeros_like(a), tl.zeros_like(b)
-    for block in range(half // 4):
+    for block in tl.range(half // 4, loop_unroll_factor=AT_ONCE):
         start = half - 4 - 4 * block
         q_b, errors = _rounded(moved_b, b, q_b, i, start, scale, TYPE)
         for j in tl.static_range(4):
             row, error = rows + (half + start + 3 - j) * DIM, _channel(errors, i, start + 3 - j)
             moved_a += error * tl.load(row, mask=i < half, other=0.0)
             moved_b += error * tl.load(row + half, mask=i < start, other=0.0)
-    for block in range(half // 4):
+    for block in tl.range(half // 4, loop_unroll_factor=AT_ONCE):
         start = half - 4 - 4 * block
         q_a, errors = _rounded(moved_a, a, q_a, i, start, scale, TYPE)
         for j in tl.static_range(4):

@@ -211,13 +211,15 @@ def _launch(q, k, v, turning, pool, slots, q_norm, k_norm, eps, out, metadata_re
     many, wide = tokens > FEW, triton.next_power_of_2(dim)
     per = math.gcd(8, math.gcd(q_heads, heads)) if many else 1
     block, v_block = (max(1, 4096 // (per * wide)), 64) if many else (16, 16)
+    alone = pool.k_feedback is not None and not many  # a warp waits for no other between channels
+    block = 1 if alone else block
     blocks, v_blocks = triton.cdiv(tokens, block), triton.cdiv(tokens, v_block)
     rope_write_kernel[(blocks * (q_heads + heads) // per + v_blocks * heads,)](
         q, k, v, *turning, q_norm, k_norm, eps, out, pool.k, pool.v, slots, pool.k_scale,
         pool.v_scale, pool.k_offset, pool.k_feedback, tokens, q.stride(0), k.stride(0), v.stride(0),
         Q_HEADS=q_heads, HEADS=heads, DIM=dim, WIDE=wide, TOKENS=block, PER=per, V_TOKENS=v_block,
         SCALES=scale_kind(pool), TURN=pool.turn, TABLES=turning[2] is not None,
-        NORM=q_norm is not None, METADATA_READY=metadata_ready, num_warps=4, num_stages=1,
-        enable_fp_fusion=False,
+        NORM=q_norm is not None, METADATA_READY=metadata_ready, num_warps=1 if alone else 4,
+        num_stages=1, enable_fp_fusion=False,
         **overlap(tokens <= EARLY_ROWS),
     )  # fmt: skip
