@@ -40,7 +40,7 @@ from kernels.triton.attention.paged_cache import (
     check_fp8,
     operand_type,
 )
-from kernels.triton.attention.prefill import sequence_of
+from kernels.triton.attention.prefill import tile_of
 from kernels.triton.common import Workspace, capability, overlap, require, wait
 from kernels.triton.tuning import multiprocessors
 from kernels.triton.versions import run_gluon
@@ -81,11 +81,7 @@ def latent_kernel(
     split, block = tl.program_id(0), tl.program_id(1)
     if PROMPTS:
         tile = tl.num_programs(2) - 1 - tl.program_id(2)  # later tiles see more, and start first
-        base = tl.load(query_start + decodes).to(tl.int32)
-        sequence = sequence_of(tile, query_start, base, decodes, S, QUERIES)
-        start = tl.load(query_start + sequence).to(tl.int32)
-        count = tl.load(query_start + sequence + 1).to(tl.int32) - start
-        first = (tile - (start - base) // QUERIES - (sequence - decodes)) * QUERIES
+        sequence, start, count, first = tile_of(tile, query_start, decodes, S, QUERIES)
         if first >= count:
             return
     else:

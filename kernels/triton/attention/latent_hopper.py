@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.triton.attention.gluon_operands import FP8, LOWEST, TYPES, to_fp16
-from kernels.triton.attention.prefill_hopper import HIDDEN, LOG2_E, sequence_of
+from kernels.triton.attention.prefill_hopper import HIDDEN, LOG2_E, tile_of
 from kernels.triton.gluon_names import barrier, wait_ahead
 
 RANK = gl.constexpr(512)
@@ -71,11 +71,7 @@ def latent_kernel(
     split, block = gl.program_id(0), gl.program_id(1)
     if PROMPTS:
         tile = gl.num_programs(2) - 1 - gl.program_id(2)
-        base = gl.load(query_start + decodes).to(gl.int32)
-        sequence = sequence_of(tile, query_start, base, decodes, S, QUERIES)
-        start = gl.load(query_start + sequence).to(gl.int32)
-        count = gl.load(query_start + sequence + 1).to(gl.int32) - start
-        first = (tile - (start - base) // QUERIES - (sequence - decodes)) * QUERIES
+        sequence, start, count, first = tile_of(tile, query_start, decodes, S, QUERIES)
         if first >= count:
             return
     else:

@@ -79,6 +79,20 @@ def sequence_of(tile, query_start, base, begin, end, QUERIES: tl.constexpr):
 
 
 @triton.jit
+def tile_of(tile, query_start, decodes, S, QUERIES: tl.constexpr):
+    """Of a tile of prompts: (sequence, its first row, its new tokens, the tile's first of these).
+
+    The last is not less than the new tokens where there is no such tile.
+    """
+    base = tl.load(query_start + decodes).to(tl.int32)
+    sequence = sequence_of(tile, query_start, base, decodes, S, QUERIES)
+    start = tl.load(query_start + sequence).to(tl.int32)
+    count = tl.load(query_start + sequence + 1).to(tl.int32) - start
+    first = (tile - (start - base) // QUERIES - (sequence - decodes)) * QUERIES
+    return sequence, start, count, first
+
+
+@triton.jit
 def walk(
     m, l, acc, x, position, begin, end, factor, window, softcap, slopes,  # noqa: E741
     k_pages, v_pages, k_scale, v_scale, table, head,
@@ -138,11 +152,7 @@ def prefill_kernel(
     QUERIES: tl.constexpr = ROWS // GROUP
     wait(OVERLAP)
     head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    base = tl.load(query_start + decodes).to(tl.int32)
-    sequence = sequence_of(tile, query_start, base, decodes, S, QUERIES)
-    start = tl.load(query_start + sequence).to(tl.int32)
-    count = tl.load(query_start + sequence + 1).to(tl.int32) - start
-    first = (tile - (start - base) // QUERIES - (sequence - decodes)) * QUERIES  # its query
+    sequence, start, count, first = tile_of(tile, query_start, decodes, S, QUERIES)
     if first >= count:
         return
     OPERAND: tl.constexpr = operand_type(k_pages.dtype.element_ty)

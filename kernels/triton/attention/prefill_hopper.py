@@ -66,6 +66,20 @@ def sequence_of(tile, query_start, base, begin, end, QUERIES: gl.constexpr):
 
 
 @gluon.jit
+def tile_of(tile, query_start, decodes, S, QUERIES: gl.constexpr):
+    """Of a tile of prompts: (sequence, its first row, its new tokens, the tile's first of these).
+
+    The last is not less than the new tokens where there is no such tile.
+    """
+    base = gl.load(query_start + decodes).to(gl.int32)
+    sequence = sequence_of(tile, query_start, base, decodes, S, QUERIES)
+    start = gl.load(query_start + sequence).to(gl.int32)
+    count = gl.load(query_start + sequence + 1).to(gl.int32) - start
+    first = (tile - (start - base) // QUERIES - (sequence - decodes)) * QUERIES
+    return sequence, start, count, first
+
+
+@gluon.jit
 def swapped(i, PACKED: gl.constexpr):
     """0, 2, 1, 3, 4, 6, 5, 7, ...: where int4 numbers lie that stand side by side; else i."""
     return (i // 4 * 4 + i % 2 * 2 + i // 2 % 2) if PACKED else i
@@ -234,11 +248,7 @@ def prefill_kernel(
     QUERIES: gl.constexpr = ROWS // GROUP
     wait_ahead(OVERLAP)
     head, tile = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
-    base = gl.load(query_start + decodes).to(gl.int32)
-    sequence = sequence_of(tile, query_start, base, decodes, S, QUERIES)
-    start = gl.load(query_start + sequence).to(gl.int32)
-    count = gl.load(query_start + sequence + 1).to(gl.int32) - start
-    first = (tile - (start - base) // QUERIES - (sequence - decodes)) * QUERIES
+    sequence, start, count, first = tile_of(tile, query_start, decodes, S, QUERIES)
     if first >= count:
         return
     length = gl.load(lengths + sequence).to(gl.int32)
