@@ -72,12 +72,11 @@ def _obstacles(artifact: Artifact, recipe: Recipe, block: str) -> Iterator[str]:
         if method.needs == "samples" and spec.name not in recalled:
             yield f"{spec.name} {_needs_samples(spec, method, artifact, recipe)}"
     keys = [s for (_, role), s in statistics.items() if role == "k_cache"]
-    caches = [c for c in (recipe.scheme.kv_cache, *(e.kv_cache for e in recipe.caches)) if c]
     for field, sums, what in (
         ("center_keys", "channel_sum", "the means of K"),
         ("compensate_keys", "query_moments", "the second moments of queries"),
     ):
-        wanted = any(getattr(cache, field) for cache in caches)
+        wanted = any(getattr(cache, field) for cache in recipe.quantized_caches)
         if wanted and any(getattr(stats, sums) is None for stats in keys):
             yield (
                 f"{field} takes {what}, which a run keeps whose own cache has it. Run the recipe, "

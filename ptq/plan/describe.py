@@ -238,10 +238,10 @@ def cache_step(plan: Plan, spec: KVCacheSpec) -> str:
     kinds = f"{spec.dtype}, V {spec.value_dtype}" if spec.value_dtype else spec.dtype
     turned = ", K turned head by head" if spec.rotate_keys else ""
     centred = ", K less its channels' means" if spec.center_keys else ""
-    centred += ", its errors shaped by queries" if spec.compensate_keys else ""
+    fed = ", its errors shaped by queries" if spec.compensate_keys else ""
     if spec.dynamic:
         how = "each head of each token scaled when it is cached"
-        return f"K and V: {kinds}, {how}{turned}{centred}"
+        return f"K and V: {kinds}, {how}{turned}{centred}{fed}"
     method = plan.recipe.observers.kv_cache.method
     static = f"{kinds} {spec.granularity}, static scales by {method}"
     return f"K (after RoPE) and V: {static}{turned}{centred}"

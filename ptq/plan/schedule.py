@@ -77,7 +77,7 @@ class Schedule:
         keep = self.recipe.statistics
         kept = keep.histograms or keep.hessians is True
         needed = any(method.needs != "weights" for method in self.methods)
-        return kept or needed or self.recipe.static or self.recipe.centers or self.gradients
+        return kept or needed or self.recipe.static or self.recipe.sums_keys or self.gradients
 
     def _follows(self, method: Method) -> bool:
         return method.rescales and (self.by_maxima or not self.recipe.static)

@@ -496,10 +496,15 @@ class Recipe(Strict):
         )
 
     @property
-    def centers(self) -> bool:
+    def quantized_caches(self) -> tuple[KVCacheSpec, ...]:
+        """How caches are quantized: by `scheme`, then by each of `caches`."""
+        found = (self.scheme.kv_cache, *(entry.kv_cache for entry in self.caches))
+        return tuple(spec for spec in found if spec is not None)
+
+    @property
+    def sums_keys(self) -> bool:
         """Whether keys are centred or compensated, by sums that follow from data."""
-        caches = (self.scheme.kv_cache, *(entry.kv_cache for entry in self.caches))
-        return any(c is not None and (c.center_keys or c.compensate_keys) for c in caches)
+        return any(spec.center_keys or spec.compensate_keys for spec in self.quantized_caches)
 
     def cache_of(self, block: str) -> KVCacheSpec | None:
         """What `caches` and `scheme` want of the cache of a block, by its full name."""

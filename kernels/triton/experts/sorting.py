@@ -26,7 +26,7 @@ from kernels.triton.common import announce, overlap, require, wait
 
 BLOCK = 1024  # pairs that a program takes at once
 FEW_PAIRS, MOST_BINS = 128, 256  # that one program sorts
-FEW = 4  # experts a pair from which on pairs are not sorted
+FEW = 4  # with so many experts for each pair, or more, pairs are not sorted
 
 
 @dataclass(frozen=True)
