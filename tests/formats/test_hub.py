@@ -192,7 +192,8 @@ def test_a_name_like_that_of_a_folder_is_told(online, tmp_path):
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_downloads_show_bars_unless_they_are_hidden(served, tmp_path, hidden):
+def test_downloads_show_bars_unless_they_are_hidden(served, tmp_path, monkeypatch, hidden):
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)  # of a quiet run before
     code = "from formats.hub import hide_progress, model_folder\n"
     code += ("hide_progress()\n" if hidden else "") + "print(model_folder('org/tiny').name)"
     own = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(hub.ROOT)}
