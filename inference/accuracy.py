@@ -27,12 +27,12 @@ from torch import Tensor
 from formats.command import bar
 from formats.errors import EngineError, RequestError
 from formats.scheme import Strict
+from kernels.devices import pass_size
 
 RESAMPLES = 4000
 SEED = 0
 TOP = 5
 CHUNK_ELEMENTS = 1 << 20  # logits widened to fp64 at a time: 8 MB, which caches hold
-WIDE_CHUNKS = {"cuda": 1 << 23}  # where launches would take longer than the work on so few
 FIRST_BUCKET = 16
 
 Interval = tuple[float, float]
@@ -215,8 +215,7 @@ def divergences(original: Tensor, quantized: Tensor) -> Tensor:
 
 def _chunks(original: Tensor, quantized: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Some rows of both at a time, where the original's are."""
-    most = WIDE_CHUNKS.get(original.device.type, CHUNK_ELEMENTS)
-    rows = max(1, most // original.shape[1])
+    rows = max(1, CHUNK_ELEMENTS * pass_size(original.device) // original.shape[1])
     for start in range(0, len(original), rows):
         part = slice(start, start + rows)
         yield part, original[part], quantized[part].to(original.device)
