@@ -50,8 +50,9 @@ class KVCacheSpec(Strict):
     """Whether the mean of each channel of K over the calibration data is subtracted before K is
     quantized. All products of a query with keys of its head shrink by one number then, which the
     softmax does not see: it costs nothing (Zhang et al., "SageAttention", arXiv 2410.02367, section
-    4.2). Scales are `per_token_head` then. Models whose attention bounds its logits or has sinks
-    are refused.
+    4.2). fp8 keys, whose error goes with their magnitude, lose half as much so; int8 and int4 keys
+    have scales `per_token_head` then. Where attention bounds its logits, has sinks or caches
+    latents, a scheme named as a whole leaves keys as they are, and `true` is refused.
     """
 
     compensate_keys: bool = False
@@ -68,12 +69,14 @@ class KVCacheSpec(Strict):
                 f"found value_dtype {self.value_dtype} with dtype {self.dtype}; values of a type "
                 "of their own stand beside int8 keys. Set dtype: int8, or leave value_dtype out"
             )
-        said = ("rotate_keys", "center_keys", "compensate_keys")
+        said = ("rotate_keys", "compensate_keys", "center_keys")
+        said = said[:-1] if self.dtype == "fp8_e4m3" else said
         moved = next((name for name in said if getattr(self, name)), None)
         if moved is not None and not self.dynamic:
             raise ValueError(
-                f"found {moved} with {self.granularity} scales; keys that are turned, centred or "
-                "compensated are scaled as they come. Set granularity: per_token_head"
+                f"found {moved} with {self.dtype} and {self.granularity} scales; keys that are "
+                "turned, compensated, or centred in integers are scaled as they come. Set "
+                f"granularity: per_token_head, or {moved}: false"
             )
         if self.compensate_keys and self.dtype != "int4":
             raise ValueError(
@@ -107,6 +110,11 @@ class KVCacheSpec(Strict):
         return CACHE_BITS[self.dtype_of(role)]
 
     @property
+    def uncentred(self) -> KVCacheSpec:
+        """As it is, with keys that nothing is subtracted from."""
+        return self.model_copy(update={"center_keys": False})
+
+    @property
     def packed(self) -> bool:
         """Whether keys or values lie two in a byte."""
         return "int4" in (self.dtype, self.value_dtype)
@@ -128,14 +136,14 @@ class KVCacheSpec(Strict):
         """What the name leaves open.
 
         Unsaid go scales per head, and where values are int4 scales of each token; that int4 keys
-        are turned, centred and compensated, and others are not.
+        are turned, centred and compensated, static fp8 keys centred, and others are not.
         """
         if self.granularity != ("per_token_head" if self.packed else "per_head"):
             yield f"cache_{self.granularity}"
         packed = self.dtype == "int4"
         if self.rotate_keys != packed:
             yield "cache_rotated" if self.rotate_keys else "cache_unrotated"
-        if self.center_keys != packed:
+        if self.center_keys != (packed or (self.dtype == "fp8_e4m3" and not self.dynamic)):
             yield "cache_centred" if self.center_keys else "cache_uncentred"
         if self.compensate_keys != packed:
             yield "cache_uncompensated"

@@ -474,7 +474,7 @@ _W4_Q4_K = WeightSpec(
     two_level=True,
 )
 _W4_TWO_LEVEL = _W4.model_copy(update={"two_level": True})
-_KV, _KV_FP8 = KVCacheSpec(), KVCacheSpec(dtype="fp8_e4m3")
+_KV, _KV_FP8 = KVCacheSpec(), KVCacheSpec(dtype="fp8_e4m3", center_keys=True)
 _KV4 = KVCacheSpec(
     dtype="int4",
     granularity="per_token_head",

@@ -189,13 +189,16 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
     from formats.checkpoint.write import CheckpointWriter
     from formats.families.names import is_projection
     from formats.families.registry import find_family
-    from formats.families.sizes import cached_of
+    from formats.families.sizes import cached_of, may_centre
     from formats.scale_table import ScaleEntry, ScaleTable
     from formats.scheme import PRESETS
     from formats.stored.weights import scale_in_table, storage_format
     from ptq.methods.common.rounding import round_weight
 
     scheme, model = PRESETS[preset], Checkpoint.open(source)
+    family = find_family(model.config)
+    if scheme.kv_cache and family is not None and not may_centre(family, model.config):
+        scheme = scheme.model_copy(update={"kv_cache": scheme.kv_cache.uncentred})
     rows: list[ScaleEntry] = []
 
     def row(role: str, scale: torch.Tensor, tensor: str) -> None:
@@ -244,7 +247,8 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
             if own.latent:
                 k, v = torch.tensor([0.04]), torch.linspace(0.02, 0.03, own.v)[None]
             if scheme.kv_cache.center_keys:
-                file.set_beside({f"{attention}.k_offset": torch.zeros(own.heads, own.k)})
+                offset = torch.linspace(-0.5, 0.5, own.heads * own.k).view(own.heads, own.k)
+                file.set_beside({f"{attention}.k_offset": offset})
             if scheme.kv_cache.compensate_keys:
                 seen = torch.arange(1.0, own.k + 1).diag() + 1
                 file.set_beside({f"{attention}.q_moments": seen.repeat(own.heads, 1, 1)})

@@ -131,6 +131,18 @@ def cached_of(family: Family | None, config: Mapping[str, Any]) -> Cached:
     return Cached(heads.kv, heads.size, heads.size)
 
 
+def may_centre(family: Family, config: Mapping[str, Any]) -> bool:
+    """Whether attention stays as it is when one vector is subtracted from all keys of a head.
+
+    The softmax does not see it, unless the logits are bounded or there are sinks. What is cached as
+    latents are no keys.
+    """
+    own = family.attention
+    setting = own.softcap_setting
+    bounded = setting is not None and config.get(setting) is not None
+    return not (isinstance(own, LatentAttention) or own.sinks is not None or bounded)
+
+
 def rotary_channels(family: Family, config: Mapping[str, Any]) -> int:
     """How many channels of each head turn by rotary embedding: the first ones, an even number."""
     if isinstance(family.attention, LatentAttention):

@@ -32,7 +32,7 @@ from formats.checkpoint.write import CheckpointWriter
 from formats.errors import RequestError
 from formats.families.names import EMBEDDING, HEAD, expert_of, is_projection, is_weight_only
 from formats.families.registry import attention_names, find_family
-from formats.families.sizes import cached_of
+from formats.families.sizes import cached_of, may_centre
 from formats.scale_table import Role, ScaleEntry, ScaleTable, unmeasured_entry
 from formats.scheme import LayerScheme, Scheme
 from formats.stored.weights import StoredWeight, join_weights, scale_in_table, storage_format
@@ -81,6 +81,9 @@ class RandomCheckpoint(Checkpoint):
         self.shares_head = quantize_head and f"{HEAD}.weight" not in self._shapes
         if self.shares_head:
             self._shapes[f"{HEAD}.weight"] = self._shapes.pop(f"{EMBEDDING}.weight")
+        family, cache = find_family(config), self.scheme.kv_cache
+        if cache is not None and family is not None and not may_centre(family, config):
+            self.scheme = self.scheme.model_copy(update={"kv_cache": cache.uncentred})
         layers = quantized_layers(self._shapes, self.scheme, PUBLISHED.get(shape))
         if layers and self.scheme.of_layers not in layers.values():  # only experts, or no 128 fits
             first = next(iter(layers.values()))

@@ -237,9 +237,17 @@ def kv_scale(
 ) -> tuple[Tensor, float]:
     """Static scale of K or V, and the share of values that it cuts off.
 
-    Channels are scaled by their absmax, whatever the observer: a channel has no histogram.
+    Channels are scaled by their absmax, whatever the observer: a channel has no histogram. Those of
+    fp8 keys that are centred are bounded by it and the mean, as they are and centred, which costs a
+    float at most a bit of its exponent.
     """
     kind = TYPES[spec.dtype_of(role)]
+    if spec.center_keys and role == "k_cache":
+        assert stats.channel_sum is not None, "the cache's scheme asks for it"
+        bound = stats.channel_absmax + (stats.channel_sum / stats.tokens).abs().float()
+        whole = None if by_channel else 1 if spec.granularity == "per_head" else (0, 1)
+        bound = bound if whole is None else bound.amax(whole).reshape(-1)
+        return choose_scale(bound, kind), 0.0
     if by_channel:
         absmax = stats.channel_absmax.reshape(stats.heads, -1)
         return choose_scale(absmax, kind), 0.0

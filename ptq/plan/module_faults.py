@@ -14,9 +14,11 @@ from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.targets import is_ignored
 from formats.families.family import Family, LatentAttention
 from formats.families.names import split_name
+from formats.families.sizes import may_centre
 from formats.modeling.layers import cached, structure_of
 from formats.scheme import GROUP_SIZES, WeightSpec
 from ptq.plan.modules import ModulePlan
+from ptq.recipe.problems import Where
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
 
@@ -257,7 +259,7 @@ def _misfits(
     odd = [own for own in cached(config) if (own.k if cache.dtype == "int4" else own.v) % 2]
     if cache.packed and odd:
         yield (*key, "dtype"), f"heads of {odd[0].k} numbers do not lie two in a byte; use int8"
-    if cache.center_keys and _bends(family, config, blocks):
+    if cache.center_keys and not _may_centre(family, config, blocks):
         yield (
             (*key, "center_keys"),
             "this model's attention bounds its logits or has sinks, which what is subtracted from "
@@ -265,12 +267,39 @@ def _misfits(
         )
 
 
-def _bends(family: Family | None, config: Mapping[str, Any], blocks: Sequence[str]) -> bool:
-    """Whether attention is of more than the differences of its logits."""
-    if family is None:
-        found = (structure_of(config).block(block).attention for block in blocks)
-        return any(BEYOND_PRODUCTS & set(own.arguments) for own in found if own is not None)
-    own = family.attention
-    return own.sinks is not None or (
-        own.softcap_setting is not None and config.get(own.softcap_setting) is not None
+def settle_keys(
+    recipe: Recipe,
+    family: Family | None,
+    config: Mapping[str, Any],
+    blocks: Sequence[str],
+    where: Where,
+) -> Recipe:
+    """A recipe that centres keys where the model's attention allows it, or where it says so itself.
+
+    A scheme that is named as a whole leaves keys as they are where they cannot be centred; what was
+    written is refused by `check_caches`.
+    """
+    if not any(c.center_keys for c in recipe.quantized_caches) or _may_centre(
+        family, config, blocks
+    ):
+        return recipe
+
+    def settled(key: Key, cache: KVCacheSpec | None) -> KVCacheSpec | None:
+        written = (*key, "kv_cache", "center_keys") in where.origins
+        return cache if cache is None or written else cache.uncentred
+
+    own = settled(("scheme",), recipe.scheme.kv_cache)
+    caches = (
+        entry.model_copy(update={"kv_cache": settled(("caches", i), entry.kv_cache)})
+        for i, entry in enumerate(recipe.caches)
     )
+    scheme = recipe.scheme.model_copy(update={"kv_cache": own})
+    return recipe.model_copy(update={"scheme": scheme, "caches": tuple(caches)})
+
+
+def _may_centre(family: Family | None, config: Mapping[str, Any], blocks: Sequence[str]) -> bool:
+    """Whether attention sees nothing of what is subtracted from all keys of a head."""
+    if family is not None:
+        return may_centre(family, config)
+    found = (structure_of(config).block(block).attention for block in blocks)
+    return not any(BEYOND_PRODUCTS & set(own.arguments) for own in found if own is not None)

@@ -37,7 +37,7 @@ from ptq.plan.checked_groups import CheckedGroups, checked_groups
 from ptq.plan.devices import check_devices, on_gpu
 from ptq.plan.footprint import Footprint
 from ptq.plan.group_sizes import SettledGroups, settle_groups
-from ptq.plan.module_faults import check_caches, check_modules
+from ptq.plan.module_faults import check_caches, check_modules, settle_keys
 from ptq.plan.modules import (
     ModulePlan,
     Shape,
@@ -205,6 +205,7 @@ def build_plan(
     blocks, model = block_names(values), meta_model(config)
     shapes = dict(layer_shapes(model, values))
     names, family = by_block(shapes), find_family(values)
+    recipe = settle_keys(recipe, family, values, blocks, where)
     bare = next((block for block in blocks if block not in names), None)
     if bare is not None:
         fault = f"{bare} has no linear layer that is known here, so that nothing of it is quantized"

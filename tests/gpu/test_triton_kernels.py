@@ -331,6 +331,9 @@ def test_cache_write_equals_its_twin(storage, kind, start, dim):
             scales = [scale.half() for scale in scales] if kind == 3 else scales
             offset = torch.linspace(0, 1, heads * dim, device=device).view(heads, dim)
             extra = {"turn": dim & -dim, "k_offset": offset}
+        elif kind and storage == "fp8":
+            offset = torch.linspace(0, 1, heads * dim, device=device).view(heads, dim)
+            extra = {"k_offset": offset}
         if kind == 2:
             scales[1] = scales[1][:, 0].contiguous()
         q, k, v = qkv.split([8, heads, heads], dim=1)

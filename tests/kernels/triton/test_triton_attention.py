@@ -325,6 +325,9 @@ def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
             scales = [scale.half() for scale in scales] if dims == 3 else scales
             offset = torch.rand(heads, dim, generator=torch.Generator().manual_seed(3))
             extra = {"turn": dim & -dim, "k_offset": offset}
+        elif dims and storage == "fp8":
+            offset = torch.rand(heads, dim, generator=torch.Generator().manual_seed(3))
+            extra = {"k_offset": offset}
         if compensated:
             queries = torch.randn(heads, 3 * dim, dim, generator=torch.Generator().manual_seed(4))
             extra["k_feedback"] = feedback_of(queries.mT @ queries, dim & -dim)

@@ -7,7 +7,7 @@ import torch
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, RecipeError
-from formats.scheme import KVCacheSpec, Scheme, WeightSpec
+from formats.scheme import PRESETS, KVCacheSpec, Scheme, WeightSpec
 from inference.engine import Engine
 from inference.models.kv_cache import _quantized
 from inference.models.model import KVHeads
@@ -15,9 +15,10 @@ from inference.requests.request import SamplingParams
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.plan import build_plan
+from ptq.recipe.problems import Origin, Where
 from ptq.recipe.schema import CachesSpec
 from tests.fake_quantized import fake_quantized_logits
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import edit_model, make_plan, random_tokens
 from tests.tiny_families import DEEPSEEK, TINY
 
 GRANULARITIES = ("per_head", "per_tensor", "per_channel", "per_token_head")
@@ -55,6 +56,33 @@ def test_cache_from_calibration_to_tokens(tiny_llama, tmp_path, dtype, granulari
     assert engine.kv_bytes_per_token == token + (2 * 2 * 2 * 4 if spec.dynamic else 0)
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_fp8_keys_less_their_means_lose_less(make_model, tmp_path, granularity):
+    """Keys that are much the same in every token, as those of slow pairs of channels are."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("k_proj.bias"):
+                tensor.view(-1, 32)[:, [14, 15, 30, 31]] = 8  # turned by little
+
+    model = edit_model(make_model("qwen2"), tmp_path / "model", change)
+    ids, lost = torch.arange(1, 90) * 7 % 384, []
+    exact = Engine.from_pretrained(model).score(ids).log_softmax(-1)
+    for centred in (False, True):
+        spec = KVCacheSpec(dtype="fp8_e4m3", granularity=granularity, center_keys=centred)
+        plan = make_plan(model, tmp_path / str(centred), Scheme(kv_cache=spec), methods=())
+        checkpoint = Checkpoint.open(
+            quantize_tokens(plan, random_tokens(), progress=False).checkpoint, verify=True
+        )
+        assert checkpoint.scheme.kv_cache == spec
+        assert len(checkpoint.kv_offsets) == 2 * centred
+        found = Engine.from_pretrained(checkpoint.path).score(ids).log_softmax(-1)
+        wanted = fake_quantized_logits(checkpoint, ids).log_softmax(-1)
+        assert (wanted.exp() * (wanted - found)).sum(-1).mean().item() < 1e-4
+        lost.append((exact.exp() * (exact - found)).sum(-1).mean().item())
+    assert lost[1] < 0.5 * lost[0]
+
+
 def test_finer_scales_of_k_lose_less(make_model, tmp_path):
     """With outlier channels in K, a scale for each channel beats one for each head."""
     from safetensors.torch import load_file, save_file
@@ -85,7 +113,7 @@ def test_finer_scales_of_k_lose_less(make_model, tmp_path):
 
 def test_weights_alone_take_a_cache_with_them(tiny_llama, tmp_path):
     spec = WeightSpec(dtype="int4", granularity="group", group_size=64, symmetric=False)
-    scheme = Scheme(weights=spec, kv_cache=KVCacheSpec(dtype="fp8_e4m3"))
+    scheme = Scheme(weights=spec, kv_cache=KVCacheSpec(dtype="fp8_e4m3", center_keys=True))
     assert scheme.wac == "w4cf8_g64_asymmetric"
     plan = make_plan(tiny_llama, tmp_path / "out", scheme, methods=(RTNSpec(scale="mse"),))
     result = quantize_tokens(plan, random_tokens(), progress=False)
@@ -163,7 +191,6 @@ def test_every_block_may_have_a_cache_of_its_own(tiny_llama, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "spec", "message"),
     [
-        ("gemma2", INT4["c4"], "center_keys: found|bounds its logits"),
         ("v2", INT4["static"], "have 8 bits"),
         ("v2", INT4["c4"], "static scales"),
     ],
@@ -173,6 +200,28 @@ def test_caches_that_a_model_does_not_have_are_refused(make_model, tmp_path, kin
     model = make_model(family, **overrides)
     with pytest.raises(RecipeError, match=message):
         make_plan(model, tmp_path / "out", Scheme(kv_cache=spec), methods=())
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset"), [("gemma2", "c4"), ("gemma2", "c8_fp8"), ("v2", "c8_fp8")]
+)
+def test_keys_that_cannot_be_centred_stay_unless_a_recipe_says_so(
+    make_model, tmp_path, kind, preset
+):
+    family, overrides = DEEPSEEK.get(kind, (kind, TINY.get(kind)))
+    model = make_model(family, **overrides)
+    plan = make_plan(model, tmp_path / "out", preset, methods=())
+    assert plan.recipe.scheme.kv_cache == PRESETS[preset].kv_cache.uncentred
+    result = quantize_tokens(plan, random_tokens(), progress=False)
+    engine = Engine.from_pretrained(result.checkpoint)
+    assert engine.quantized_kv
+    assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0].token_ids) <= 4
+    recipe = plan.recipe.model_copy(update={"scheme": PRESETS[preset]})
+    said = ("scheme", "kv_cache", "center_keys")
+    where = Where({(): Origin("recipe"), said: Origin("a.yaml", 7)})
+    fault = "have 8 bits, and stay" if kind == "v2" else "a.yaml:7: .*center_keys: .*bounds its"
+    with pytest.raises(RecipeError, match=fault):
+        build_plan(recipe, Checkpoint.open(model), where, force=True)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +237,8 @@ def test_caches_that_a_model_does_not_have_are_refused(make_model, tmp_path, kin
 def test_schemes_that_are_no_cache_are_refused(fields):
     with pytest.raises(ValueError, match="per_token_head|stand beside int8 keys|int4 keys alone"):
         KVCacheSpec(**{"dtype": "int4"} | fields)
+    with pytest.raises(ValueError, match="centred in integers"):
+        KVCacheSpec(center_keys=True)
 
 
 def test_a_pattern_that_matches_no_block_is_refused(tiny_llama, tmp_path):
