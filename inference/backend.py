@@ -27,7 +27,7 @@ from inference.cpu.backend import CpuBackend
 from inference.models.adapters import AdapterStore
 from inference.models.kv_cache import CacheShape
 from inference.models.layers import LayerFactory
-from inference.models.model import Model
+from inference.models.model import KVHeads, Model
 from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
@@ -81,12 +81,13 @@ class Backend(LayerFactory[Any, Any], Protocol):
     Attributes:
         runs_drafters: Whether networks that draft run there, beside the model.
         writes_prefixes: Whether K and V that an adapter gives can be put into its cache.
-        float_sinks: Whether its kernels read K and V of sink tokens in floats.
     """
 
     runs_drafters: bool
     writes_prefixes: bool
-    float_sinks: bool
+
+    def float_sinks(self, heads: KVHeads) -> bool:
+        """Whether its kernels read K and V of sink tokens in floats, for heads of a kind."""
 
     def loading(self, nbytes: int) -> AbstractContextManager[object]:
         """Tell where memory runs out while weights of so many bytes are loaded.

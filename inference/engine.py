@@ -105,7 +105,7 @@ class Engine:
         sizes = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
         cache = CacheShape.of_model(checkpoint, shape, sizes, quantized=quantized_kv)
         self.quantized_kv = cache.quantized
-        cache = cache.fitted(backend.head_sizes, float_sinks=backend.float_sinks)
+        cache = cache.fitted(backend.head_sizes, backend.float_sinks)
         if config.kv_memory is not None and config.kv_blocks is None:
             each = cache.nbytes(backend.dtype) // blocks
             blocks = config.blocks_within(length, backend.free_bytes(), each)

@@ -21,7 +21,7 @@ from inference.cpu.loop import CodeStep, HostLoop, forward_code, fuse
 from inference.models.adapters import check_adaptable
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, OneProcess
-from inference.models.model import Model
+from inference.models.model import KVHeads, Model
 from inference.models.network import Network
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
@@ -40,7 +40,7 @@ class CpuBackend(OneProcess):
         fused: Run a whole decoder as one call where that can be; without, op by op.
     """
 
-    device, float_sinks = torch.device("cpu"), True
+    device = torch.device("cpu")
     runs_drafters = writes_prefixes = same_bits = True
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, fused: bool = True) -> None:
@@ -48,6 +48,10 @@ class CpuBackend(OneProcess):
 
     def check(self, config: ModelConfig) -> None:
         """Every decoder that is described runs here."""
+
+    def float_sinks(self, heads: KVHeads) -> bool:
+        """Those of all heads are."""
+        return True
 
     def loading(self, nbytes: int) -> AbstractContextManager[object]:
         """The system tells where a process runs out of memory."""

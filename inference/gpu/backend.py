@@ -25,7 +25,7 @@ from inference.gpu.runner import GpuRunner
 from inference.gpu.warn_once import warnings_together
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, OneProcess
-from inference.models.model import Model
+from inference.models.model import KVHeads, Model
 from inference.models.network import Network
 from inference.models.parts import Layer
 from inference.models.read import StoredLinear
@@ -47,7 +47,7 @@ class TritonBackend(OneProcess):
         dtype: Of activations and of float weights: fp16 or bf16.
     """
 
-    runs_drafters, writes_prefixes, float_sinks, same_bits = True, False, False, False
+    runs_drafters, writes_prefixes, same_bits = True, False, False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -86,6 +86,10 @@ class TritonBackend(OneProcess):
     def load(self, checkpoint: Checkpoint, shape: Shape, longest: int) -> Model:
         """Load a model for requests of up to so many tokens."""
         return load_model(checkpoint, shape, self, longest)
+
+    def float_sinks(self, heads: KVHeads) -> bool:
+        """Those of K and V are; latents are read as they are stored."""
+        return not heads.latent
 
     def head_sizes(self, k: int, v: int) -> tuple[int, int]:
         """The next size that the kernels take, the same for K and V.

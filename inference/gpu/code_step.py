@@ -48,7 +48,8 @@ class CodeStep(Step):
         pool, batch, size = self._pools[layer], self._batch, own.v.shape[2]
         wide = head_size(pool)
         q, k, v = (self._heads(x, wide) for x in (own.q, own.k, own.v))
-        q = rope_write(q, k, v, *_no_turn(wide, q.device), pool, batch.slots, self._unturned)
+        turn = _no_turn(wide, q.device)
+        q = rope_write(q, k, v, *turn, pool, batch.slots, self._unturned, places=batch.positions)
         where = (batch.tables, batch.lengths, batch.query_start)
         inputs = own.inputs(pool, *where, self._windows[layer])
         workspace = workspace_on(q.device)

@@ -132,7 +132,7 @@ class CacheShape:
         return self.blocks * (KV_BLOCK * sum(each) + sum(own.sink_bytes for own in self.layers))
 
     def fitted(
-        self, sizes: Callable[[int, int], tuple[int, int]], *, float_sinks: bool
+        self, sizes: Callable[[int, int], tuple[int, int]], float_sinks: Callable[[KVHeads], bool]
     ) -> CacheShape:
         """The same as kernels take it: with heads of their sizes, the numbers after their own 0.
 
@@ -140,9 +140,10 @@ class CacheShape:
             sizes: Gives the sizes of heads of K and V for those of a layer.
             float_sinks: Whether K and V of sink tokens are read in floats; else as all others.
         """
-        layers = [_fitted(own, sizes) for own in self.layers]
-        if not float_sinks:
-            layers = [replace(own, sink_tokens=0) for own in layers]
+        layers = [
+            own if float_sinks(own.heads) else replace(own, sink_tokens=0)
+            for own in (_fitted(layer, sizes) for layer in self.layers)
+        ]
         return replace(self, layers=layers)
 
     def allocate(

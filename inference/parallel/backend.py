@@ -29,7 +29,7 @@ from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape
-from inference.models.model import Model
+from inference.models.model import KVHeads, Model
 from inference.models.read import StoredLinear
 from inference.models.shapes import check_shapes
 from inference.parallel import torchrun
@@ -64,7 +64,6 @@ class FirstBackend:
     """
 
     writes_prefixes = runs_drafters = False
-    float_sinks = False  # which the ranks' own parts decide
 
     def __init__(
         self,
@@ -133,6 +132,10 @@ class FirstBackend:
         except BaseException:
             self.close()
             raise
+
+    def float_sinks(self, heads: KVHeads) -> bool:
+        """As on one device."""
+        return self._inner.float_sinks(heads)
 
     def head_sizes(self, k: int, v: int) -> tuple[int, int]:
         """Sizes of heads in the cache."""

@@ -143,7 +143,7 @@ class RankLoader:
         """The rank's part of a cache."""
         sizes = self.config.model_copy(update={"kv_blocks": blocks})
         whole = CacheShape.of_model(self.checkpoint, self.shape, sizes, quantized=quantized)
-        fitted = whole.fitted(self.inner.head_sizes, float_sinks=self.inner.float_sinks)
+        fitted = whole.fitted(self.inner.head_sizes, self.inner.float_sinks)
         return cut_cache(fitted, self.shard.heads)
 
     def free_bytes(self) -> int:

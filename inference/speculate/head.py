@@ -118,7 +118,7 @@ def _cache(target: Target, shape: ModelShape) -> CacheShape:
     assert target.sizes.kv_blocks is not None
     layers = [LayerCache(shape.cached[-1])]
     cache = CacheShape(target.sizes.kv_blocks, layers)
-    return cache.fitted(target.backend.head_sizes, float_sinks=False)
+    return cache.fitted(target.backend.head_sizes, target.backend.float_sinks)
 
 
 class HeadNetwork(Network):

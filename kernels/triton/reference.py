@@ -89,6 +89,10 @@ def prefill_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
         pages = inputs.block_tables[s, : -(-length // 64)].long()
         k = dequantize_pages(numbers(pool.k), pool.k_scale, pages)[:, :length]  # [Hkv, t, D]
         v = dequantize_pages(numbers(pool.v.transpose(2, 3)), pool.v_scale, pages)[:, :length]
+        if pool.sink_k is not None and pool.sink_v is not None:
+            first = min(length, pool.sink_tokens)
+            k[:, :first] = pool.sink_k[pages[0], :, :first].to(k.dtype)
+            v[:, :first] = pool.sink_v[pages[0], :, :first].to(v.dtype)
         token = torch.arange(length, device=q.device)
         age = token[length - len(own) :, None] - token  # [n, t]
         hidden = (age < 0) | (age >= (inputs.sliding_window or length))
@@ -289,12 +293,14 @@ def rope_write(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     growth: Tensor | None = None,
+    places: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Rotated q [T, Hq, D]; K (rotated, fp32) and V put into the cache, one token at a time.
 
     Both are turned after that, and K is centred, where the cache says so.
     """
+    places = positions if places is None else places
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
         growth = None if growth is None else growth[positions]
@@ -312,6 +318,11 @@ def rope_write(
         if slot < 0:
             continue
         page, place = divmod(slot, 64)
+        if cache.sink_k is not None and cache.sink_v is not None:
+            assert places is not None
+            if places[token] < cache.sink_tokens:
+                cache.sink_k[page, :, places[token]] = keys[token].to(cache.sink_k.dtype)
+                cache.sink_v[page, :, places[token]] = v[token].to(cache.sink_v.dtype)
         for x, pool, scale, feedback in (
             (keys[token], cache.k[page, :, place], cache.k_scale, cache.k_feedback),
             (v[token].float(), cache.v[page, :, :, place], cache.v_scale, None),

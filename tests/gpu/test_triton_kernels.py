@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -110,6 +112,9 @@ def test_splits_give_the_same_bits_every_time_and_in_any_batch(splits, workspace
     assert not workspace.arrivals.any()
 
 
+SINKS = ("sink_k", "sink_v")
+
+
 def random_inputs(
     dtype, kind, heads=4, dim=128, pages=64, lengths=(1, 63, 0, 64, 65, 700, 1024), **rest
 ):
@@ -171,6 +176,46 @@ def test_decode_attention_of_ragged_sequences(stages, kind, storage, workspace):
             assert not got[2].any()
             assert torch.equal(got, again)
             assert not workspace.arrivals.any()
+
+
+@pytest.mark.parametrize(
+    ("storage", "kind", "dim", "window", "count"),
+    [
+        ("int8", "head", 128, None, 1),
+        (FP8, "head", 128, None, 4),
+        ("int8", "token", 128, 1000, 2),
+        ("int4", "token", 128, None, 1),
+        ("k8v4", "token", 128, None, 3),
+        ("k8v4", "head", 128, None, 1),
+        ("int8", "channel", 128, None, 1),
+        ("int8", "head", 64, None, 4),
+        ("int4", "token", 256, 650, 1),
+    ],
+)
+def test_sink_tokens_are_read_as_floats(storage, kind, dim, window, count, workspace):
+    lengths, counts = (1, 2, 63, 0, 65, 700, 1024, 1024), (1, 1, 3, 0, 65, 333, 1024, 17)
+    inputs = random_inputs(
+        type_of(storage), kind, dim=dim, lengths=lengths, pages=128, sliding_window=window
+    )
+    shape = (128, 4, count, dim)
+    held = (torch.randn(shape, device="cuda").bfloat16() * 3 for _ in "kv")
+    inputs = replace(inputs, pool=replace(inputs.pool, **dict(zip(SINKS, held, strict=True))))
+    q = torch.randn(sum(counts), 16, dim, device="cuda", dtype=torch.bfloat16)
+    wanted = twins.decode_attention(q[: len(lengths)], inputs)
+    wide = dim > 128
+    for stages in (0, 3):
+        for splits, least in ((2, 1), (4, 3), (1, 1)):
+            split = KVSplit(splits, least, stages)
+            got = decode_attention(q[: len(lengths)], inputs, workspace, split=split)
+            assert draw.relative(got, wanted) < 4e-3, split
+            assert not got[3].any()
+    inputs = replace(inputs, query_start=torch.tensor((0, *counts), device="cuda").cumsum(0).int())
+    wanted = twins.prefill_attention(q, inputs)
+    for rows, stages, decodes in ((64, 3, 0), (128, 3, 2), (128, 0, 0), (128, 0, 2)):
+        tile = PrefillTile(rows, 32 if wide else 64, 8 if wide else max(4, rows // 16), stages)
+        got = prefill_attention(q, inputs, workspace, decodes, tile=tile)
+        each = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+        assert each.max() < 2e-2, (tile, each.argmax())
 
 
 @pytest.mark.parametrize("result", ["int8", FP8])
@@ -334,13 +379,17 @@ def test_cache_write_equals_its_twin(storage, kind, start, dim):
         elif kind and storage == "fp8":
             offset = torch.linspace(0, 1, heads * dim, device=device).view(heads, dim)
             extra = {"k_offset": offset}
+        if kind:
+            places = ((torch.arange(tokens) * 5 + 2) % tokens).to(device)
+            for name in SINKS:
+                extra[name] = torch.zeros(pages, heads, 3, dim, dtype=torch.bfloat16, device=device)
         if kind == 2:
             scales[1] = scales[1][:, 0].contiguous()
         q, k, v = qkv.split([8, heads, heads], dim=1)
         moved = {name: x.to(device) for name, x in more.items()}
         pool = KVPool(*pools, *scales, dynamic=kind == 3, **extra)
-        out = write(q, k, v, cos, sin, pool, slots, **moved)
-        found.append((out, *pools, *scales))
+        out = write(q, k, v, cos, sin, pool, slots, **moved, **({"places": places} if kind else {}))
+        found.append((out, *pools, *scales, *(extra[name] for name in SINKS if kind)))
     got, wanted = ([t if t is None else t.cpu() for t in parts] for parts in found)
     assert draw.relative(got[0], wanted[0].double()) < 4e-3
     if kind == 0:
@@ -354,3 +403,6 @@ def test_cache_write_equals_its_twin(storage, kind, start, dim):
     near = 1e-3 if packed else 1e-5  # a scale in fp16 may be its neighbour
     torch.testing.assert_close(got[3], wanted[3], rtol=near, atol=0)
     assert torch.equal(got[4], wanted[4])
+    for sinks, exact in zip(got[5:], wanted[5:], strict=True):
+        assert exact.any()
+        torch.testing.assert_close(sinks, exact, rtol=2**-7, atol=1e-3)

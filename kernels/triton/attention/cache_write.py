@@ -23,10 +23,13 @@ from kernels.triton.common import quantize, token_scale
 
 @triton.jit
 def write_keys(
-    a, b, head, slot, written, k_pages, k_scale, k_offset, k_feedback,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
+    a, b, head, slot, written, place, k_pages, k_scale, k_offset, k_feedback, sink_k,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize both halves of rotated keys and put them in rows; `rope_cache.halves` gives them."""
+    """Quantize both halves of rotated keys and put them in rows; `rope_cache.halves` gives them.
+
+    Those of the first SINKS places of a sequence are stored as floats, too.
+    """
     TYPE: tl.constexpr = k_pages.dtype.element_ty
     half: tl.constexpr = DIM // 2
     WHOLE: tl.constexpr = a.shape[2] == half
@@ -36,6 +39,12 @@ def write_keys(
         places = k_offset + head[None, :, None] * DIM + i
         a -= load_channels(places, i < half, WHOLE)
         b -= load_channels(places + half, i < half, WHOLE)
+    if SINKS > 0:
+        own = ((slot // 64)[:, None] * HEADS + head[None, :]) * SINKS + place[:, None]
+        cells = sink_k + own[:, :, None] * DIM + i
+        inside = (written & (place < SINKS))[:, None, None] & (i < half)
+        tl.store(cells, a.to(sink_k.dtype.element_ty), mask=inside)
+        tl.store(cells + half, b.to(sink_k.dtype.element_ty), mask=inside)
     line = ((slot // 64)[:, None] * HEADS + head[None, :]) * 64 + (slot % 64)[:, None]
     place = k_pages + line[:, :, None] * ROW + i
     if SCALES > 0:
@@ -200,13 +209,38 @@ def write_run(
 
 
 @triton.jit
-def write_values(
-    v, v_pages, slots, v_scale, first, head, T, pitch,
+def write_sinks(
+    v, sink_v, slots, places, first, head, T, pitch,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
-    SCALES: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Values of the tokens among these at the first SINKS places of a sequence, as floats."""
+    d = tl.arange(0, WIDE)[None, :]
+    for group in range(TOKENS // 16):
+        token = first + group * 16 + tl.arange(0, 16)
+        slot = tl.load(slots + token, mask=token < T, other=-1).to(tl.int64)
+        place = tl.load(places + token, mask=token < T, other=SINKS).to(tl.int64)
+        own = (slot >= 0) & (place < SINKS)
+        if tl.max(own.to(tl.int32), 0) > 0:
+            inside = own[:, None] & (d < DIM)
+            x = tl.load(v + (token * pitch + head * DIM)[:, None] + d, mask=inside, other=0.0)
+            line = ((slot // 64) * HEADS + head) * SINKS + place
+            cells = sink_v + line[:, None] * DIM + d
+            tl.store(cells, x.to(sink_v.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def write_values(
+    v, v_pages, slots, v_scale, places, sink_v, first, head, T, pitch,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
+    SCALES: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Quantize a head's values of TOKENS tokens, 16 or 64, from `first` on; write columns."""
     TYPE: tl.constexpr = v_pages.dtype.element_ty
+    if SINKS > 0:
+        write_sinks(
+            v, sink_v, slots, places, first, head, T, pitch, HEADS, DIM, WIDE, TOKENS, SINKS
+        )
     begin, count = 0, 1  # of the groups of 16 tokens that go byte by byte
     if TOKENS == 64:
         at = run_at(slots, first, T)

@@ -6,7 +6,8 @@ cache is that of `kernels.triton.attention.paged_cache`. The products are S^T = 
 P^T, where the small side, padded to 8, is the queries that share a KV head. The scale of K goes
 into the scores (that of a channel into q), the scale of V into the weights (of a token, times 2^8,
 which keeps them out of fp16's subnormal numbers) or the result. A sink is what the first run starts
-with: a maximum and a sum of one, of no value.
+with: a maximum and a sum of one, of no value; so are sink tokens, whose K and V are floats beside
+the pages (`KVPool.sink_k`), with theirs.
 
 A sequence's pages are cut into at most SPLITS equal runs, on the device, where lengths are;
 programs without a run end at once. The last program of a (sequence, head) to finish combines the
@@ -47,6 +48,7 @@ from kernels.triton.attention.paged_cache import (
     result,
     scale_kind,
     values_at,
+    with_sinks,
 )
 from kernels.triton.common import Workspace, overlap, require, wait
 from kernels.triton.tuning import KVSplit, kv_split
@@ -56,10 +58,10 @@ from kernels.triton.versions import run_gluon
 @triton.jit(do_not_specialize=["window", "width"])
 def decode_kernel(
     q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, out_scale, parts, arrivals,
-    softmax_scale, window, width, softcap, sinks, alibi,
+    softmax_scale, window, width, softcap, sinks, alibi, sink_k, sink_v,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, SCALES: tl.constexpr,
-    STAGES: tl.constexpr, OVERLAP: tl.constexpr, METADATA_READY: tl.constexpr,
+    SINKS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, METADATA_READY: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, sequence); SCALES is the number of dimensions of k_scale, or 0.
 
@@ -91,6 +93,7 @@ def decode_kernel(
     factor = softmax_scale * LOG2_E
     if softcap is not None:
         factor *= 2.0 / softcap
+    asking, plain = qt, factor
     if SCALES == PER_HEAD:
         factor *= tl.load(k_scale + head)
     if SCALES == PER_CHANNEL:
@@ -106,6 +109,16 @@ def decode_kernel(
     if alibi is not None:
         slopes = tl.load(alibi + head * GROUP + h, mask=h < GROUP, other=0.0) * LOG2_E
     acc = tl.zeros([WIDE, PADDED], tl.float32)
+    if SINKS > 0:
+        unit = lift_of(v_pages.dtype.element_ty)
+        if SCALES != PER_TOKEN:
+            unit = 1.0 / tl.load(v_scale + head)
+        line = tl.load(tables + sequence * width).to(tl.int64) * HEADS + head
+        m, l, acc = with_sinks(  # noqa: E741
+            m, l, acc, asking, length - 1, tl.where(split == 0, oldest, SINKS), plain, softcap,
+            slopes, sink_k, sink_v, line, of_k, of_v, unit, DIM, SINKS, False,
+        )  # fmt: skip
+        oldest = tl.maximum(oldest, SINKS)
     for p in tl.range(first, tl.minimum(first + share, pages), num_stages=STAGES):
         page = tl.load(tables + sequence * width + p).to(tl.int64) * HEADS + head
         m, l, acc = attend(  # noqa: E741
@@ -281,10 +294,11 @@ def _launch(
     decode_kernel[(split.programs(pages), heads, sequences)](
         q, pool.k, pool.v, inputs.block_tables, inputs.context_len, pool.k_scale, pool.v_scale,
         out, out_scale, workspace.parts, workspace.arrivals, inputs.softmax_scale, window, width,
-        inputs.softcap, inputs.sinks, inputs.alibi, HEADS=heads, GROUP=group, PADDED=padded,
-        DIM=dim, WIDE=wide, SPLITS=split.splits, LEAST=split.least, SCALES=kind,
-        STAGES=stages, num_warps=8 if wide > 256 else 4, num_stages=stages,
-        METADATA_READY=metadata_ready, enable_fp_fusion=True, **overlap(early=False),
+        inputs.softcap, inputs.sinks, inputs.alibi, pool.sink_k, pool.sink_v, HEADS=heads,
+        GROUP=group, PADDED=padded, DIM=dim, WIDE=wide, SPLITS=split.splits, LEAST=split.least,
+        SCALES=kind, SINKS=pool.sink_tokens, STAGES=stages,
+        num_warps=8 if wide > 256 else 4, num_stages=stages, METADATA_READY=metadata_ready,
+        enable_fp_fusion=True, **overlap(early=False),
     )  # fmt: skip
 
 
@@ -292,9 +306,12 @@ def _fits_stated_layouts(inputs: AttentionInputs, group: int, kind: int) -> bool
     """Whether `decode_hopper` is for this cache; `kind` is the number of dimensions of its scales.
 
     It is not for heads of another size than 128, more than 8 queries a KV head, a sliding window,
-    what changes logits, 16 bits or scales of channels, nor is it interpreted.
+    what changes logits, 16 bits, scales of channels, or sink tokens beside int4 values of static
+    scales, nor is it interpreted.
     """
+    pool = inputs.pool
     plain = inputs.sliding_window is not None or triton.knobs.runtime.interpret
+    plain = plain or (pool.sink_k is not None and pool.v.dtype == torch.uint8 and kind == 1)
     return (
         not (plain or inputs.changes_logits)
         and head_size(inputs.pool) == 128

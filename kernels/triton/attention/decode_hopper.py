@@ -46,6 +46,7 @@ from kernels.triton.attention.decode_operands import (
 )
 from kernels.triton.attention.decode_runs import leave, merge_warps
 from kernels.triton.attention.gluon_operands import (
+    HIGH_UNIT,
     INT4,
     LIFT,
     LOW_UNIT,
@@ -79,10 +80,10 @@ def prefetch(places, WORDS: gl.constexpr):
 @gluon.jit(do_not_specialize=["width"])
 def decode_kernel(
     q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, out_scale, parts, arrivals,
-    softmax_scale, width,
+    softmax_scale, width, sink_k, sink_v,
     HEADS: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr,
-    PER_TOKEN: gl.constexpr, K_TYPE: gl.constexpr, V_TYPE: gl.constexpr, WARPS: gl.constexpr,
-    K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, OVERLAP: gl.constexpr,
+    PER_TOKEN: gl.constexpr, K_TYPE: gl.constexpr, V_TYPE: gl.constexpr, SINKS: gl.constexpr,
+    WARPS: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, OVERLAP: gl.constexpr,
     METADATA_READY: gl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, sequence); the cache is given as int32 words.
@@ -134,6 +135,17 @@ def decode_kernel(
     if PER_TOKEN and K_TYPE == INT4:
         more = mma_v2(eights(WARPS, MMA), qt, total)
         none -= gl.expand_dims(gl.max(more, 1), 1)
+    unit = 1.0 / LIFT
+    if V_TYPE == INT4:
+        unit = 1.0
+    if not PER_TOKEN:
+        unit = gl.load(v_scale + head)
+    if SINKS > 0:
+        line = gl.load(table).to(gl.int64) * HEADS + head
+        m, l, acc = with_sinks(  # noqa: E741
+            m, l, acc, q, rows, softmax_scale * LOG2_E, unit, split, length, sink_k, sink_v, line,
+            GROUP, V_TYPE, SINKS,
+        )  # fmt: skip
     raw_v, of_k, of_v = page, page, page
     if PER_TOKEN and V_TYPE == INT4:
         of_k, of_v = scale_words(k_scale, page, MMA), scale_words(v_scale, page, MMA)
@@ -144,18 +156,46 @@ def decode_kernel(
         m, l, acc, total, page, raw_k, raw_v, of_k, of_v = attend(  # noqa: E741
             m, l, acc, total, page, raw_k, raw_v, of_k, of_v, qt, none, factor, p, end, length,
             table, width, head, k_lane, k_more, v_lane, v_more, k_pages, v_pages, k_scale, v_scale,
-            HEADS, PER_TOKEN, K_TYPE, V_TYPE,
+            HEADS, PER_TOKEN, K_TYPE, V_TYPE, SINKS,
         )  # fmt: skip
     o, m_all, l_all = merge_warps(m, l, acc, total, V_TYPE == INT4, PER_TOKEN)
-    unit = 1.0 / LIFT
-    if V_TYPE == INT4:
-        unit = 1.0
-    if not PER_TOKEN:
-        unit = gl.load(v_scale + head)
     leave(
         o, m_all, l_all, out, rows, out_scale, unit, parts, arrivals, sequence * HEADS + head,
         split, runs, GROUP, SPLITS, WARPS,
     )  # fmt: skip
+
+
+@gluon.jit
+def with_sinks(
+    m, l, acc, q, rows, factor, unit, split, length, sink_k, sink_v, line,  # noqa: E741
+    GROUP: gl.constexpr, V_TYPE: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
+    """(m, l, acc) of which the first warp of the first split has seen the sink tokens, in fp32.
+
+    `kernels.triton.attention.paged_cache.with_sinks` in the layouts and units of this kernel:
+    `unit` is what the result will be multiplied by.
+    """
+    MMA: gl.constexpr = acc.type.layout
+    WARPS: gl.constexpr = acc.shape[0]
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    warp = gl.expand_dims(gl.arange(0, WARPS, layout=gl.SliceLayout(1, ROW)), 1)
+    member, channel = span(8, MMA, 2) + span(WARPS, MMA, 0) * 0, span(128, MMA, 1)
+    x = gl.load(q + (rows + member) * 128 + channel, mask=member < GROUP, other=0.0)
+    lift = 1.0
+    if V_TYPE == INT4:
+        unit = gl.where(channel < 64, 1.0 / LOW_UNIT, 1.0 / HIGH_UNIT)
+        lift = 16.0  # 2^LIFTED_BITS
+    for n in gl.static_range(SINKS):
+        place = (line * SINKS + n) * 128 + channel
+        k, v = gl.load(sink_k + place).to(gl.float32), gl.load(sink_v + place).to(gl.float32)
+        own = (warp == 0) & (split == 0) & (n < length)
+        s = gl.where(own, gl.sum(x.to(gl.float32) * k, 1) * factor, LOWEST)
+        top = gl.maximum(m, s)
+        shrink, weights = gl.exp2(m - top), gl.where(own, gl.exp2(s - top) * lift, 0.0)
+        l = l * shrink + weights  # noqa: E741
+        acc = acc * gl.expand_dims(shrink, 1) + gl.expand_dims(weights, 1) * (v / unit)
+        m = top
+    return m, l, acc
 
 
 @gluon.jit
@@ -164,6 +204,7 @@ def attend(
     length, table, width, head, k_lane, k_more, v_lane, v_more, k_pages, v_pages, k_scale,
     v_scale,
     HEADS: gl.constexpr, PER_TOKEN: gl.constexpr, K_TYPE: gl.constexpr, V_TYPE: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
     """Each warp attends to its page; its next page, and K of that, are on their way meanwhile.
 
@@ -212,7 +253,10 @@ def attend(
         of_k, of_v = scale_words(k_scale, page, MMA), scale_words(v_scale, page, MMA)
     elif PER_TOKEN:
         s = s * gl.load(k_scale + scales).to(gl.float32)
-    seen = (p + span(WARPS, MMA, 0)) * 64 + token < gl.minimum(length, end * 64)
+    at = (p + span(WARPS, MMA, 0)) * 64 + token
+    seen = at < gl.minimum(length, end * 64)
+    if SINKS > 0:
+        seen = seen & (at >= SINKS)
     s = gl.where(seen, s * times, LOWEST)
     top = gl.maximum(m, gl.max(s, 1))
     shrink = gl.exp2(m - top)
@@ -279,9 +323,9 @@ def launch(
     decode_kernel[(split.programs(width), heads, q.shape[0])](
         q, k.view(torch.int32), v.view(torch.int32), inputs.block_tables, inputs.context_len,
         k_scale, v_scale, out, out_scale, workspace.parts, workspace.arrivals,
-        inputs.softmax_scale, width, HEADS=heads, GROUP=q.shape[1] // heads, SPLITS=split.splits,
-        LEAST=least, PER_TOKEN=per_token,
-        K_TYPE=TYPES[k.dtype], V_TYPE=TYPES[v.dtype], WARPS=split.warps, K_LAYOUT=k_layout,
-        V_LAYOUT=v_layout, num_warps=split.warps,
+        inputs.softmax_scale, width, pool.sink_k, pool.sink_v, HEADS=heads,
+        GROUP=q.shape[1] // heads, SPLITS=split.splits, LEAST=least, PER_TOKEN=per_token,
+        K_TYPE=TYPES[k.dtype], V_TYPE=TYPES[v.dtype], SINKS=pool.sink_tokens, WARPS=split.warps,
+        K_LAYOUT=k_layout, V_LAYOUT=v_layout, num_warps=split.warps,
         METADATA_READY=metadata_ready, enable_fp_fusion=True, **overlap(early=False),
     )  # fmt: skip

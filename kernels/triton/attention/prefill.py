@@ -57,6 +57,7 @@ from kernels.triton.attention.paged_cache import (
     result,
     scale_kind,
     values_at,
+    with_sinks,
 )
 from kernels.triton.attention.prefill_runs import leave_run, store_rows
 from kernels.triton.common import Workspace, capability, overlap, require, wait
@@ -97,7 +98,7 @@ def walk(
     m, l, acc, x, position, begin, end, factor, window, softcap, slopes,  # noqa: E741
     k_pages, v_pages, k_scale, v_scale, table, head,
     HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, SCALES: tl.constexpr,
-    MASKED: tl.constexpr, STAGES: tl.constexpr,
+    SINKS: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(m, l, acc) after blocks begin .. end - 1 of TOKENS tokens, a page or a part of one."""
     WIDE: tl.constexpr = x.shape[1]
@@ -121,8 +122,10 @@ def walk(
             s += slopes[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
         if MASKED:
             seen = token[None, :] <= position[:, None]
-            seen = seen & (token[None, :] > position[:, None] - window)
+            seen = seen & (token[None, :] > position[:, None] - window) & (token >= SINKS)[None, :]
             s = tl.where(seen, s, HIDDEN)
+        elif SINKS > 0:
+            s = tl.where((token >= SINKS)[None, :], s, HIDDEN)
         rest = 1.0 if CHANGED else factor
         top = tl.maximum(m, tl.max(s, 1) * rest)
         weights = tl.exp2(s * rest - top[:, None])
@@ -143,10 +146,10 @@ def walk(
 @triton.jit(do_not_specialize=["decodes", "S", "window", "width"])
 def prefill_kernel(
     q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale, parts,
-    arrivals, softmax_scale, decodes, S, window, width, softcap, sinks, alibi,
+    arrivals, softmax_scale, decodes, S, window, width, softcap, sinks, alibi, sink_k, sink_v,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
-    STAGES: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, SCALES: tl.constexpr, SINKS: tl.constexpr,
+    WINDOWED: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, tile of queries, split); SCALES and WIDE as for decode."""
     QUERIES: tl.constexpr = ROWS // GROUP
@@ -173,6 +176,7 @@ def prefill_kernel(
     factor = softmax_scale * LOG2_E
     if softcap is not None:
         factor *= 2.0 / softcap
+    asking, plain = x.to(tl.float32), factor
     if SCALES == PER_HEAD:
         factor *= tl.load(k_scale + head)
     if SCALES == PER_CHANNEL:
@@ -197,6 +201,18 @@ def prefill_kernel(
         slopes = tl.load(alibi + head * GROUP + r % GROUP) * LOG2_E
     acc = tl.zeros([ROWS, WIDE], tl.float32)
     table = tables + sequence * width
+    if SINKS > 0:
+        unit = LIFT * 1.0
+        if SCALES != PER_TOKEN:
+            unit = 1.0 / tl.load(v_scale + head)
+        oldest = position - window + 1
+        if SPLITS > 1:
+            oldest = tl.where(tl.program_id(2) == 0, oldest, SINKS)
+        line = tl.load(table).to(tl.int64) * HEADS + head
+        m, l, acc = with_sinks(  # noqa: E741
+            m, l, acc, asking, position, oldest, plain, softcap, slopes, sink_k, sink_v, line, of_k,
+            of_v, unit, DIM, SINKS, True,
+        )  # fmt: skip
     if WINDOWED:
         whole = tl.maximum(old + first + 1 - window, 0) // TOKENS  # where the walk begins
     else:
@@ -215,11 +231,11 @@ def prefill_kernel(
     if not WINDOWED:
         m, l, acc = walk(  # noqa: E741
             m, l, acc, x, position, begin, whole, factor, window, softcap, slopes, k_pages, v_pages,
-            k_scale, v_scale, table, head, HEADS, DIM, TOKENS, SCALES, False, STAGES,
+            k_scale, v_scale, table, head, HEADS, DIM, TOKENS, SCALES, SINKS, False, STAGES,
         )  # fmt: skip
     m, l, acc = walk(  # noqa: E741
         m, l, acc, x, position, whole, end, factor, window, softcap, slopes, k_pages, v_pages,
-        k_scale, v_scale, table, head, HEADS, DIM, TOKENS, SCALES, True, STAGES,
+        k_scale, v_scale, table, head, HEADS, DIM, TOKENS, SCALES, SINKS, True, STAGES,
     )  # fmt: skip
     if SPLITS == 1:
         store_rows(l, acc, v_scale, out, out_scale, head, cells, inside, SCALES, LIFT)
@@ -324,8 +340,9 @@ def _launch(
         pool.k_scale, pool.v_scale, out, out_scale, workspace.parts if splits > 1 else None,
         workspace.arrivals if splits > 1 else None, inputs.softmax_scale, decodes, sequences,
         window, inputs.block_tables.shape[1], inputs.softcap, inputs.sinks, inputs.alibi,
-        HEADS=heads, GROUP=group, DIM=dim, WIDE=wide, ROWS=tile.rows, TOKENS=tile.tokens,
-        SCALES=kind, WINDOWED=inputs.sliding_window is not None, STAGES=tile.stages, SPLITS=splits,
+        pool.sink_k, pool.sink_v, HEADS=heads, GROUP=group, DIM=dim, WIDE=wide, ROWS=tile.rows,
+        TOKENS=tile.tokens, SCALES=kind, SINKS=pool.sink_tokens,
+        WINDOWED=inputs.sliding_window is not None, STAGES=tile.stages, SPLITS=splits,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
         **overlap(early=False),
     )  # fmt: skip

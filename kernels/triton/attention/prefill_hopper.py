@@ -163,8 +163,9 @@ def convert(
 @gluon.jit
 def attend(
     qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole, end, window,
-    first, count, start, old, head, half,
+    first, count, start, old, head, q, softmax_scale, sink_k, sink_v, line, half,
     HEADS: gl.constexpr, GROUP: gl.constexpr, PER_TOKEN: gl.constexpr, V_TYPE: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
     """One half of the rows: 64 of them over pages begin .. end - 1, masked from `whole` on."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -179,6 +180,12 @@ def attend(
     l = gl.full([64], 0.0, gl.float32, layout=ROW)  # noqa: E741
     zero = gl.full([64, 64], 0.0, gl.float32, layout=S)
     o = gl.full([64, 128], 0.0, gl.float32, layout=O)
+    if SINKS > 0:
+        m, l, o = with_sinks(  # noqa: E741
+            o, q, softmax_scale * LOG2_E, unit, window, first, count, start, old, head, half,
+            sink_k, sink_v, line, HEADS, GROUP, SINKS,
+        )  # fmt: skip
+        m, l = gl.convert_layout(m, ROW), gl.convert_layout(l, ROW)  # noqa: E741
     for p in range(begin, end):
         i = p - begin
         slot, phase = i % DEEP, i // DEEP % 2
@@ -190,9 +197,15 @@ def attend(
         if PER_TOKEN:
             s = s * gl.expand_dims(scales.index(slot).load(gl.SliceLayout(0, S)), 0)
         mbarrier.arrive(empty.index(slot), count=1)
-        if p >= whole:
+        masked = p >= whole
+        if SINKS > 0:
+            masked = masked | (p == 0)
+        if masked:
             token = p * 64 + place
-            s = gl.where((token <= position) & (token > position - window), s, HIDDEN)
+            seen = (token <= position) & (token > position - window)
+            if SINKS > 0:
+                seen = seen & (token >= SINKS)
+            s = gl.where(seen, s, HIDDEN)
         top = gl.maximum(m, gl.max(s, 1) * factor)
         weights = gl.exp2(s * factor - gl.expand_dims(top, 1))
         shrink = gl.exp2(m - top)
@@ -219,6 +232,40 @@ def attend(
 
 
 @gluon.jit
+def with_sinks(
+    o, q, factor, unit, window, first, count, start, old, head, half, sink_k, sink_v, line,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
+    """(m, l, o) of half of the rows after the sink tokens, in fp32.
+
+    `kernels.triton.attention.paged_cache.with_sinks` in the layouts of this kernel; `unit` is what
+    the result will be multiplied by.
+    """
+    ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    r = half * 64 + gl.arange(0, 64, layout=ROW)
+    d = gl.arange(0, 128, layout=gl.SliceLayout(0, o.type.layout))
+    query = first + r // GROUP
+    cells = ((start + query).to(gl.int64) * HEADS + head) * GROUP + r % GROUP
+    real = gl.expand_dims((query < count) & (r < ROWS // GROUP * GROUP), 1)
+    cells = gl.expand_dims(cells, 1) * 128 + gl.expand_dims(d, 0)
+    x = gl.load(q + cells, mask=real & (cells >= 0), other=0.0).to(gl.float32)
+    m = gl.full([64], LOWEST, gl.float32, layout=ROW)
+    l = gl.full([64], 0.0, gl.float32, layout=ROW)  # noqa: E741
+    for n in gl.static_range(SINKS):
+        place = (line * SINKS + n) * 128 + d
+        k, v = gl.load(sink_k + place).to(gl.float32), gl.load(sink_v + place).to(gl.float32)
+        s = gl.sum(x * gl.expand_dims(k, 0), 1) * factor
+        s = gl.where((n <= old + query) & (n > old + query - window), s, HIDDEN)
+        top = gl.maximum(m, s)
+        shrink, weights = gl.exp2(m - top), gl.exp2(s - top)
+        l = l * shrink + weights  # noqa: E741
+        o = o * gl.expand_dims(shrink, 1)
+        o += gl.expand_dims(weights, 1) * gl.expand_dims(v / unit, 0)
+        m = top
+    return m, l, o
+
+
+@gluon.jit
 def load_queries(
     q, qs, first, count, start, head,
     HEADS: gl.constexpr, GROUP: gl.constexpr, K_TYPE: gl.constexpr,
@@ -240,9 +287,9 @@ def load_queries(
 @gluon.jit(do_not_specialize=["decodes", "S", "window", "width"])
 def prefill_kernel(
     q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
-    softmax_scale, decodes, S, window, width,
+    softmax_scale, decodes, S, window, width, sink_k, sink_v,
     HEADS: gl.constexpr, GROUP: gl.constexpr, PER_TOKEN: gl.constexpr, K_TYPE: gl.constexpr,
-    V_TYPE: gl.constexpr, OVERLAP: gl.constexpr,
+    V_TYPE: gl.constexpr, SINKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Program (KV head, tile of queries), as the plain one; the cache is given as int32 words."""
     QUERIES: gl.constexpr = ROWS // GROUP
@@ -262,6 +309,7 @@ def prefill_kernel(
     if not PER_TOKEN:
         factor *= gl.load(k_scale + head)
         unit = gl.load(v_scale + head)
+    line = gl.load(tables + sequence * width).to(gl.int64) * HEADS + head
 
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float16)
     COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 64], gl.float16)
@@ -281,11 +329,11 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (attend, (qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole,
-                      end, window, first, count, start, old, head, 0, HEADS, GROUP, PER_TOKEN,
-                      V_TYPE)),
+                      end, window, first, count, start, old, head, q, softmax_scale, sink_k,
+                      sink_v, line, 0, HEADS, GROUP, PER_TOKEN, V_TYPE, SINKS)),
             (attend, (qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole,
-                      end, window, first, count, start, old, head, 1, HEADS, GROUP, PER_TOKEN,
-                      V_TYPE)),
+                      end, window, first, count, start, old, head, q, softmax_scale, sink_k,
+                      sink_v, line, 1, HEADS, GROUP, PER_TOKEN, V_TYPE, SINKS)),
             (convert, (k_pages, v_pages, k_scale, v_scale, tables + sequence * width, head, begin,
                        end, length, ks, vs, scales, full, empty, HEADS, PER_TOKEN, K_TYPE,
                        V_TYPE)),
@@ -311,7 +359,7 @@ def launch(
         q, pool.k.view(torch.int32), pool.v.view(torch.int32), inputs.block_tables,
         inputs.query_start, inputs.context_len, pool.k_scale, pool.v_scale, out, out_scale,
         inputs.softmax_scale, decodes, sequences, window, inputs.block_tables.shape[1],
-        HEADS=heads, GROUP=group, PER_TOKEN=scale_kind(pool) == 3,
-        K_TYPE=TYPES[pool.k.dtype], V_TYPE=TYPES[pool.v.dtype], num_warps=4,
+        pool.sink_k, pool.sink_v, HEADS=heads, GROUP=group, PER_TOKEN=scale_kind(pool) == 3,
+        K_TYPE=TYPES[pool.k.dtype], V_TYPE=TYPES[pool.v.dtype], SINKS=pool.sink_tokens, num_warps=4,
         enable_fp_fusion=True, **overlap(early=False),
     )  # fmt: skip

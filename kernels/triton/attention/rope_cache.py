@@ -61,11 +61,11 @@ def halves(x, weight, eps, cos, sin, place, real, DIM: tl.constexpr, NORM: tl.co
 @triton.jit(do_not_specialize=["T"])
 def rope_write_kernel(
     q, k, v, cos, sin, positions, growth, q_norm, k_norm, eps, out, k_pages, v_pages, slots,
-    k_scale, v_scale, k_offset, k_feedback, T, q_pitch, k_pitch, v_pitch,
+    k_scale, v_scale, k_offset, k_feedback, places, sink_k, sink_v, T, q_pitch, k_pitch, v_pitch,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     TOKENS: tl.constexpr, PER: tl.constexpr, V_TOKENS: tl.constexpr, SCALES: tl.constexpr,
-    TURN: tl.constexpr, TABLES: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
-    METADATA_READY: tl.constexpr,
+    SINKS: tl.constexpr, TURN: tl.constexpr, TABLES: tl.constexpr, NORM: tl.constexpr,
+    OVERLAP: tl.constexpr, METADATA_READY: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of TOKENS tokens, PER heads of q or k), then (block of V_TOKENS, v head).
 
@@ -82,8 +82,8 @@ def rope_write_kernel(
             announce(OVERLAP)
         block, head = (tl.program_id(0) - rotating) // HEADS, (tl.program_id(0) - rotating) % HEADS
         write_values(
-            v, v_pages, slots, v_scale, (block * V_TOKENS).to(tl.int64), head, T, v_pitch,
-            HEADS, DIM, WIDE, V_TOKENS, SCALES,
+            v, v_pages, slots, v_scale, places, sink_v, (block * V_TOKENS).to(tl.int64), head, T,
+            v_pitch, HEADS, DIM, WIDE, V_TOKENS, SCALES, SINKS,
         )  # fmt: skip
         return
     token = (tl.program_id(0) // GROUPS * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
@@ -117,14 +117,17 @@ def rope_write_kernel(
         tl.store(cells + DIM // 2, b.to(out.dtype.element_ty), mask=real)
     else:
         own = head - Q_HEADS
-        place = t * k_pitch + own[None, :, None] * DIM + i
-        a, b = halves(k, k_norm, eps, c, s, place, real, DIM, NORM)
+        places_k = t * k_pitch + own[None, :, None] * DIM + i
+        a, b = halves(k, k_norm, eps, c, s, places_k, real, DIM, NORM)
         if TURN > 1:
             a, b = turned(a, b, DIM, TURN)
         written = slot >= 0
-        slot = tl.where(written, slot, 0)
+        slot, place = tl.where(written, slot, 0), token
+        if SINKS > 0:
+            place = tl.load(places + token, mask=token < T, other=SINKS).to(tl.int64)
         write_keys(
-            a, b, own, slot, written, k_pages, k_scale, k_offset, k_feedback, HEADS, DIM, SCALES
+            a, b, own, slot, written, place, k_pages, k_scale, k_offset, k_feedback, sink_k,
+            HEADS, DIM, SCALES, SINKS,
         )  # fmt: skip
 
 
@@ -142,6 +145,7 @@ def rope_write(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     growth: Tensor | None = None,
+    places: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     metadata_ready: bool = False,
 ) -> Tensor:
@@ -162,6 +166,8 @@ def rope_write(
         eps: Added to the mean square.
         growth: fp32 [P], what rotated q is multiplied by at each position (Ministral 3); None for
             nothing.
+        places: As `positions`: where tokens stand in their sequences, of which the first may be
+            sinks; by default `positions`.
         out_dtype: A float type, by default that of `q`; in fp16 attention over an 8-bit cache takes
             it as it is.
         metadata_ready: Whether `slots`, `positions`, `cos` and `sin` were written before the kernel
@@ -186,13 +192,16 @@ def rope_write(
         )
     rows = (cos.shape[0] if positions is not None else tokens, dim)
     _check_shapes({"cos": (cos, rows), "sin": (sin, rows), "growth": (growth, rows[:1])})
-    _check_shapes({"slots": (slots, (tokens,)), "positions": (positions, (tokens,))})
+    places = positions if places is None else places
+    several = {"slots": slots, "positions": positions, "places": places}
+    _check_shapes({name: (x, (tokens,)) for name, x in several.items()})
+    require(places is not None or pool.sink_k is None, "a cache with sink tokens needs positions")
     _check_shapes({"q_norm": (q_norm, (dim,)), "k_norm": (k_norm, (dim,))})
     require((q_norm is None) == (k_norm is None), "q_norm and k_norm come together")
     out = torch.empty((tokens, q_heads, dim), dtype=out_dtype or q.dtype, device=q.device)
     if tokens:
         turning = cos, sin, positions, growth
-        _launch(q, k, v, turning, pool, slots, q_norm, k_norm, eps, out, metadata_ready)
+        _launch(q, k, v, turning, pool, slots, places, q_norm, k_norm, eps, out, metadata_ready)
     return out
 
 
@@ -205,7 +214,9 @@ def _check_shapes(wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]]) -> N
         )
 
 
-def _launch(q, k, v, turning, pool, slots, q_norm, k_norm, eps, out, metadata_ready) -> None:
+def _launch(
+    q, k, v, turning, pool, slots, places, q_norm, k_norm, eps, out, metadata_ready
+) -> None:
     """Run the kernel on what `rope_write` has checked; many tokens take large programs."""
     (tokens, q_heads, dim), heads = q.shape, pool.k.shape[1]
     many, wide = tokens > FEW, triton.next_power_of_2(dim)
@@ -216,10 +227,12 @@ def _launch(q, k, v, turning, pool, slots, q_norm, k_norm, eps, out, metadata_re
     blocks, v_blocks = triton.cdiv(tokens, block), triton.cdiv(tokens, v_block)
     rope_write_kernel[(blocks * (q_heads + heads) // per + v_blocks * heads,)](
         q, k, v, *turning, q_norm, k_norm, eps, out, pool.k, pool.v, slots, pool.k_scale,
-        pool.v_scale, pool.k_offset, pool.k_feedback, tokens, q.stride(0), k.stride(0), v.stride(0),
+        pool.v_scale, pool.k_offset, pool.k_feedback, places, pool.sink_k, pool.sink_v, tokens,
+        q.stride(0), k.stride(0), v.stride(0),
         Q_HEADS=q_heads, HEADS=heads, DIM=dim, WIDE=wide, TOKENS=block, PER=per, V_TOKENS=v_block,
-        SCALES=scale_kind(pool), TURN=pool.turn, TABLES=turning[2] is not None,
-        NORM=q_norm is not None, METADATA_READY=metadata_ready, num_warps=1 if alone else 4,
-        num_stages=1, enable_fp_fusion=False,
+        SCALES=scale_kind(pool), SINKS=pool.sink_tokens, TURN=pool.turn,
+        TABLES=turning[2] is not None, NORM=q_norm is not None,
+        METADATA_READY=metadata_ready, num_warps=1 if alone else 4, num_stages=1,
+        enable_fp_fusion=False,
         **overlap(tokens <= EARLY_ROWS),
     )  # fmt: skip

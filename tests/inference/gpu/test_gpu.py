@@ -51,7 +51,7 @@ SHAPE = SHAPES["llama-1.1b"] | {
 def checkpoint_of(folder: Path, scheme: str, **overrides) -> str:
     (folder / "shape").mkdir()
     (folder / "shape" / "config.json").write_text(json.dumps(SHAPE | overrides))
-    head = scheme not in ("float", "c8_fp8", "c4")
+    head = scheme not in ("float", "c8", "c8_fp8", "c4")
     return str(random_checkpoint(folder, str(folder / "shape"), scheme, quantize_head=head))
 
 
@@ -116,6 +116,21 @@ def sinks_matter(path: str):
     (Path(path) / "config.json").write_text(json.dumps(config))
     (Path(path) / "quant" / "sink_scales.safetensors").unlink()
     assert not torch.allclose(engine_of(path).score(ids)[:2], found[:2], atol=1e-3)
+
+
+@pytest.mark.parametrize("scheme", ["c8", "c4"])
+@interpreted
+def test_keys_and_values_of_sink_tokens_are_cached_as_floats(tmp_path, scheme):
+    path = checkpoint_of(tmp_path, scheme)
+    with_sinks(Path(path))
+    compare.inner(path, 0.1)
+    ids, params = prompt(70), SamplingParams(max_tokens=2, ignore_eos=True)
+    engine = engine_of(path)
+    assert engine.pools[0].sink_tokens == 2
+    first, again = (engine.generate([ids], params)[0] for _ in "ab")
+    assert engine.stats().hit_tokens == 64
+    assert again.token_ids == first.token_ids
+    sinks_matter.inner(path)
 
 
 @interpreted

@@ -123,6 +123,56 @@ def test_attention_of_heads_of_any_size_whose_logits_are_changed(storage, dims, 
     assert distance(got, twins.prefill_attention(q, inputs)) < 8e-4
 
 
+def with_sink_tokens(inputs: AttentionInputs, count: int) -> AttentionInputs:
+    """The same with floats of the first tokens, of larger keys and values than the others."""
+    pool, generator = inputs.pool, torch.Generator().manual_seed(5)
+    shape = (
+        PAGES,
+        pool.k.shape[1],
+        count,
+        pool.v.shape[2] * (2 if pool.v.dtype == torch.uint8 else 1),
+    )
+    k, v = (torch.randn(shape, generator=generator).bfloat16() * 4 for _ in "kv")
+    return replace(inputs, pool=replace(pool, sink_k=k, sink_v=v))
+
+
+@pytest.mark.parametrize(
+    ("storage", "dims", "shape", "count", "changes"),
+    [
+        ("int8", 1, (4, 2, 32, None), 1, {}),
+        ("int8", 2, (9, 1, 48, 130), 3, {"softcap": 5.0}),
+        ("int8", 3, (4, 1, 16, 64), 4, {"sinks": SINKS}),
+        ("int4", 3, (3, 1, 80, None), 2, {}),
+        ("k8v4", 1, (4, 2, 16, None), 1, {}),
+        ("k8v4", 3, (4, 1, 96, 199), 2, {"alibi": 2.0 ** -torch.arange(1, 5)}),
+        ("fp8", 1, (2, 1, 16, None), 4, {}),
+    ],
+)
+@interpreted
+def test_sink_tokens_are_read_as_floats(storage, dims, shape, count, changes):
+    q_heads, heads, dim, window = shape
+    inputs = make_inputs(storage, dims, heads, dim, sliding_window=window, **changes)
+    workspace = Workspace.on("cpu", 1 << 17, 64)
+    q = torch.randn(107, q_heads, dim, generator=torch.Generator().manual_seed(1))
+    few, plain = q[: len(LENGTHS)], twins.decode_attention(q[: len(LENGTHS)], inputs)
+    inputs = with_sink_tokens(inputs, count)
+    wanted = twins.decode_attention(few, inputs)
+    assert distance(plain, wanted) > 1e-2, "they matter"
+    for splits in (1, 3):
+        got = decode_attention(few, inputs, workspace, split=KVSplit(4, splits))
+        assert distance(got, wanted) < 8e-4
+    starts = torch.tensor([0, 1, 34, 34, 100, 105]).int()
+    inputs = replace(inputs, query_start=starts)
+    for decodes, tokens in ((0, 64), (1, 32)):
+        tile = PrefillTile(64, tokens, 4, 2)
+        got = prefill_attention(q, inputs, workspace, decodes, tile=tile)
+        assert distance(got[:105], twins.prefill_attention(q, inputs)[:105]) < 8e-4
+    pool = inputs.pool
+    for other in (replace(pool, sink_k=pool.sink_k[1:]), replace(pool, sink_v=None)):
+        with pytest.raises(ValueError, match="sink_. is .* beside pages with scales"):
+            decode_attention(few, replace(inputs, pool=other), workspace)
+
+
 @interpreted
 def test_sequences_that_are_not_split_need_no_workspace():
     inputs = make_inputs("int8", 1, 2, 16)
@@ -328,14 +378,23 @@ def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
         elif dims and storage == "fp8":
             offset = torch.rand(heads, dim, generator=torch.Generator().manual_seed(3))
             extra = {"k_offset": offset}
+        if dims:  # sink tokens stand anywhere among these
+            held = [torch.zeros(6, heads, 3, dim, dtype=torch.bfloat16) for _ in "kv"]
+            places = (torch.arange(tokens) * 5 + 2) % tokens
+            extra |= {"sink_k": held[0], "sink_v": held[1]}
+            more["places"] = places
         if compensated:
             queries = torch.randn(heads, 3 * dim, dim, generator=torch.Generator().manual_seed(4))
             extra["k_feedback"] = feedback_of(queries.mT @ queries, dim & -dim)
         pool = KVPool(*pools, *scales, dynamic=dims == 3, **extra)
         out = write(q, k, v, angle.cos(), angle.sin(), pool, slots, **more)
-        found.append((out, *pools, *scales))
+        sinks = (extra["sink_k"], extra["sink_v"]) if dims else ()
+        found.append((out, *pools, *scales, *sinks))
     got, wanted = (list(each) for each in found)
     torch.testing.assert_close(got[0], wanted[0], rtol=1e-3, atol=1e-3)
+    for sinks, exact in zip(got[5:], wanted[5:], strict=True):
+        assert exact.any()
+        torch.testing.assert_close(sinks, exact, rtol=2**-7, atol=1e-3)
     assert got[2].any()
     if dims == 0:  # the interpreter cuts bf16 off where torch rounds
         near = {"rtol": 2**-7, "atol": 1e-5} if storage == "bf16" else {"rtol": 1e-3, "atol": 1e-5}
