@@ -21,7 +21,7 @@ from inference.bench.figures import environment
 from ptq.certify.figures import MEAN_KL, Figure, Light, Row, Rows, judge, overall
 from ptq.certify.setting import LevelName
 from ptq.output import CERTIFICATE_PAGE, REPORT_FOLDER
-from ptq.report.known import MARGIN
+from ptq.report.known import MARGIN, known_limit
 
 WEIGHTS = (".safetensors", ".gguf")
 AGAIN = "Certify the checkpoint again"
@@ -78,11 +78,12 @@ def weight_hashes(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): sha256_file(path) for path in files}
 
 
-def kl_limit(folder: Path) -> tuple[float, str]:
+def kl_limit(folder: Path, noise: float = 0.0) -> tuple[float, str]:
     """Most mean KL divergence of a checkpoint, and where that comes from.
 
     It is the threshold of its run's report, or else what its scheme is known to lose, with the
-    report's margin; where neither is there, that of any checkpoint.
+    report's margin and what rounding alone makes (`ptq.report.known.rounding_noise`); where neither
+    is there, that of any checkpoint.
     """
     file = folder.absolute().parent / REPORT_FOLDER / "report.json"
     try:
@@ -94,7 +95,9 @@ def kl_limit(folder: Path) -> tuple[float, str]:
             f"{file}: it is no report. Measure it again with `ptq report`, or remove it"
         ) from None
     if known:
-        return MARGIN * known["kl"], f"{MARGIN:g} times what {known['recipe']} is known to lose"
+        limit, rounded = known_limit(known["kl"], known["device"], noise), MARGIN * known["kl"]
+        more = ", and the rounding of bf16" if limit > rounded else ""
+        return limit, f"{MARGIN:g} times what {known['recipe']} is known to lose{more}"
     if "kl" in checks:
         return checks["kl"], "the threshold of its recipe"
     return MEAN_KL, "that of any checkpoint, as nothing is known of its scheme"

@@ -42,6 +42,7 @@ from ptq.certify.page import render
 from ptq.certify.setting import LEVELS, LevelName, Pair, Setting, read_texts
 from ptq.certify.texts import context_cases, measure_contexts, measure_text, text_cases
 from ptq.output import CHECKPOINT_FOLDER
+from ptq.report.known import rounding_noise
 
 with later():
     from ptq.evaluate import evaluation  # lm-eval, which only tasks need
@@ -216,7 +217,8 @@ def certify(
     rows = measure(pair, setting, progress=progress)
     sizes = level, seed, device, pair.quantized.config.invariant
     made = made_now(folders, (str(against), prompts), sizes, since)
-    found = certificate_of(rows, made, kl_limit(folder))
+    noise = rounding_noise(device, pair.original.checkpoint.config)
+    found = certificate_of(rows, made, kl_limit(folder, noise))
     named = folder.absolute()
     title = named.parent.name if named.name == CHECKPOINT_FOLDER else named.name
     write_certificate(folder, found, render(found, title))

@@ -23,7 +23,7 @@ from ptq.recipe.strict_yaml import parse
 from ptq.report.attribution import Attribution
 from ptq.report.generated import Completion, DraftPair
 from ptq.report.inspection import OutlierRow
-from ptq.report.known import MARGIN, Known, least
+from ptq.report.known import MARGIN, Known, known_limit, least
 from ptq.result import CalibrationSummary, QuantizationRecord
 from ptq.search.record import BudgetRecord
 
@@ -206,9 +206,12 @@ def check_thresholds(thresholds: ThresholdsSpec, accuracy: Accuracy) -> tuple[Ch
     )
 
 
-def check_known(known: Known, accuracy: Accuracy) -> Check:
-    """Hold a run against what its scheme lost elsewhere: only what is surely more does not hold."""
-    limit = MARGIN * known.kl
+def check_known(known: Known, accuracy: Accuracy, noise: float = 0.0) -> Check:
+    """Hold a run against what its scheme lost elsewhere: only what is surely more does not hold.
+
+    `noise` is what rounding alone makes of it (`ptq.report.known.rounding_noise`).
+    """
+    limit = known_limit(known.kl, known.device, noise)
     holds = least(accuracy) <= limit
     return Check(name="kl", measured=accuracy.kl_mean, limit=limit, upper=True, holds=holds)
 
@@ -226,6 +229,7 @@ def failure(check: Check, known: Known | None = None) -> str:
         return (
             f"{LABELS[check.name]} {check.measured:.2g} is surely more than {MARGIN:g} x "
             f"{known.kl:.3g}, which `{known.recipe}` lost on {known.title}"
+            f"{', and the rounding of bf16' if check.limit > MARGIN * known.kl else ''}"
         )
     return (
         f"{LABELS[check.name]} {check.measured:.6g} is {side} the threshold {check.limit:g} "

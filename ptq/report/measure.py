@@ -55,7 +55,7 @@ from ptq.report.data import (
 )
 from ptq.report.generated import complete, measure_drafts
 from ptq.report.inspection import activation_outliers
-from ptq.report.known import nearest
+from ptq.report.known import nearest, rounding_noise
 from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch
 from ptq.search.search import Ordered
 
@@ -101,7 +101,9 @@ def measure(
     text, known = resolved_yaml(recipe), None
     if not checks:
         known = nearest(measured["scheme"], method_names(text), plan.model)
-        checks = () if known is None else (check_known(known, measured["accuracy"]),)
+        config = Checkpoint.open(recipe.model.folder).config
+        noise = rounding_noise(report_devices(recipe)[0], config)
+        checks = () if known is None else (check_known(known, measured["accuracy"], noise),)
     statistics = result.checkpoint.parent / STATISTICS_FILE
     seconds = watch.seconds()
     seconds.pop("total")

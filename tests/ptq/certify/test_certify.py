@@ -209,8 +209,13 @@ def test_the_limit_is_that_of_the_runs_report(tmp_path):
     report.parent.mkdir()
     report.write_text(json.dumps({"checks": [{"name": "kl", "limit": 0.02}], "known": None}))
     assert kl_limit(folder) == (0.02, "the threshold of its recipe")
-    report.write_text(json.dumps({"known": {"kl": 0.01, "recipe": "w4"}}))
+    known = {"kl": 0.01, "recipe": "w4", "device": "a CPU"}
+    report.write_text(json.dumps({"known": known}))
     assert kl_limit(folder) == (0.02, "2 times what w4 is known to lose")
+    noisy = kl_limit(folder, 0.002)
+    assert noisy == (0.022, "2 times what w4 is known to lose, and the rounding of bf16")
+    report.write_text(json.dumps({"known": known | {"device": "NVIDIA H100"}}))
+    assert kl_limit(folder, 0.002) == kl_limit(folder)
     report.write_text("no report")
     with pytest.raises(CheckpointError, match="it is no report"):
         kl_limit(folder)

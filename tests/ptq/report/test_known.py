@@ -11,7 +11,7 @@ from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import AttributionSpec, ThresholdsSpec
 from ptq.report import measure as measuring
 from ptq.report.data import ReportData, check_known, failure
-from ptq.report.known import Known, known_figures, nearest, write_figures
+from ptq.report.known import Known, known_figures, nearest, rounding_noise, write_figures
 from ptq.report.report import top_of
 from ptq.report.verdict import verdict_of
 from ptq.result import load_result
@@ -33,6 +33,19 @@ def judged(data: ReportData, known: Known, kl: float, ends: tuple[float, float] 
     failures = () if check.holds else (failure(check, known),)
     figures = {"accuracy": accuracy, "known": known, "checks": (check,), "failures": failures}
     return data.model_copy(update=figures | {"passed": not failures})
+
+
+def test_what_bf16_rounds_by_itself_is_no_loss_of_a_scheme(made):
+    """Rows of a CPU are of fp32; a GPU computes in bf16, but fp16 models in fp16."""
+    noise = rounding_noise("cuda", {"dtype": "bfloat16"})
+    assert rounding_noise("cpu", {}) == rounding_noise("cuda", {"torch_dtype": "float16"}) == 0
+    accuracy = made.data.accuracy.model_copy(update={"kl_mean": 0.0021, "kl_mean_ci": None})
+    plain, noisy = (check_known(row(kl=0.001), accuracy, own) for own in (0.0, noise))
+    assert (plain.holds, noisy.holds) == (False, True)
+    assert "rounding of bf16" in failure(noisy, row(kl=0.001))
+    measured_there = row(kl=0.001, device="NVIDIA H100")
+    assert check_known(measured_there, accuracy, noise) == plain
+    assert "bf16" not in failure(plain, measured_there)
 
 
 @pytest.mark.parametrize(
