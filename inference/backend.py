@@ -88,6 +88,7 @@ class Backend(LayerFactory[Any, Any], Protocol):
 
     def float_sinks(self, heads: KVHeads) -> bool:
         """Whether its kernels read K and V of sink tokens in floats, for heads of a kind."""
+        ...
 
     def loading(self, nbytes: int) -> AbstractContextManager[object]:
         """Tell where memory runs out while weights of so many bytes are loaded.

@@ -313,7 +313,6 @@ def rope_write(
         rotated, keys = turned(rotated, cache.turn), turned(keys, cache.turn)
     if cache.k_offset is not None:
         keys = keys - cache.k_offset
-    kinds = {torch.int8: INT8, torch.uint8: INT4}
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
@@ -327,24 +326,28 @@ def rope_write(
             (keys[token], cache.k[page, :, place], cache.k_scale, cache.k_feedback),
             (v[token].float(), cache.v[page, :, :, place], cache.v_scale, None),
         ):  # [Hkv, D]
-            if scale is None:
-                pool.copy_(x)
-                continue
-            kind = kinds.get(pool.dtype, FP8)
-            if scale.dim() == 3:
-                scale[page, :, place] = (
-                    token_scales(x)
-                    if kind is INT4
-                    else choose_scale(block_absmax(x, (1, -1)), kind)
-                )[:, 0]
-                own = scale[page, :, place].float().reshape(-1, 1)
-            else:
-                own = scale.reshape(scale.shape[0], -1)
-            held = quantize(x, own, kind) if feedback is None else compensated(x, own, feedback)
-            pool.copy_(pack_halves(held) if kind is INT4 else held)
+            _hold(x, pool, scale, feedback, page, place)
     if growth is not None:
         rotated = rotated * growth[:, None, None]
     return rotated.to(out_dtype or q.dtype)
+
+
+def _hold(
+    x: Tensor, pool: Tensor, scale: Tensor | None, feedback: Tensor | None, page: int, place: int
+) -> None:
+    """Put K or V of a token [Hkv, D] into its part of the pool, and its own scale into `scale`."""
+    if scale is None:
+        pool.copy_(x)
+        return
+    kind = {torch.int8: INT8, torch.uint8: INT4}.get(pool.dtype, FP8)
+    if scale.dim() == 3:
+        found = token_scales(x) if kind is INT4 else choose_scale(block_absmax(x, (1, -1)), kind)
+        scale[page, :, place] = found[:, 0]
+        own = scale[page, :, place].float().reshape(-1, 1)
+    else:
+        own = scale.reshape(scale.shape[0], -1)
+    held = quantize(x, own, kind) if feedback is None else compensated(x, own, feedback)
+    pool.copy_(pack_halves(held) if kind is INT4 else held)
 
 
 def add_lora_reference(

@@ -229,13 +229,8 @@ def check_pages(pool: KVPool) -> None:
         all(x is None or x.is_contiguous() for x in (pool.k, pool.v, k_scale, v_scale)),
         "the cache and its scales must be contiguous",
     )
-    count, sinks = pool.sink_tokens, {"sink_k": pool.sink_k, "sink_v": pool.sink_v}
-    for name, sink in sinks.items() if any(x is not None for x in sinks.values()) else ():
-        found, needed = sink is not None and tuple(sink.shape), (pages, heads, count, dim)
-        require(
-            sink is not None and found == needed and sink.is_contiguous() and k_scale is not None,
-            f"{name} is {found}; needed is contiguous {needed}, beside pages with scales",
-        )
+    if pool.sink_k is not None or pool.sink_v is not None:
+        _check_sinks(pool, (pages, heads, pool.sink_tokens, dim))
     fed = pool.k_feedback
     require(
         fed is None
@@ -248,6 +243,17 @@ def check_pages(pool: KVPool) -> None:
         f"k_feedback is {fed is not None and tuple(fed.shape)}; needed is contiguous "
         f"{(heads, dim, dim)}, and int4 keys with dynamic scales",
     )
+
+
+def _check_sinks(pool: KVPool, needed: tuple[int, ...]) -> None:
+    """Raise ValueError where K and V of sink tokens are not of a shape, or not beside scales."""
+    for name, sink in (("sink_k", pool.sink_k), ("sink_v", pool.sink_v)):
+        found = sink is not None and tuple(sink.shape)
+        fits = sink is not None and found == needed and sink.is_contiguous()
+        require(
+            fits and pool.k_scale is not None,
+            f"{name} is {found}; needed is contiguous {needed}, beside pages with scales",
+        )
 
 
 def check_queries(q: Tensor, inputs: AttentionInputs) -> None:

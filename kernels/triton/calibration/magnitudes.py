@@ -18,12 +18,11 @@ BINS = 1 << 15  # the exponents and mantissas of bf16
 COPIES = 64  # of the histogram of an input; of K and V there are as many for all heads
 TOKENS, CHANNELS, STEP = 256, 128, 32  # of a program, and tokens that it holds at once
 MOST = 2**31 - 1  # values that 32 bits can count
-SAMPLES = 256  # for which there is room at first
 
 
 @triton.jit
 def _magnitudes_kernel(
-    x, peaks, sample, counts, tokens, channels, copies, token_pitch, head_pitch, pitch,
+    x, peaks, counts, tokens, channels, copies, token_pitch, head_pitch, pitch,
     COUNTED: tl.constexpr, BINS: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +45,6 @@ def _magnitudes_kernel(
             zeros += tl.sum(tl.sum((real & (bins == 0)).to(tl.int32), axis=1), axis=0)
             tl.atomic_add(place + bins, 1, mask=real & (bins > 0), sem="relaxed")
     tl.atomic_max(peaks + head * channels + c, peak, mask=c < channels, sem="relaxed")
-    tl.atomic_max(sample + head, tl.max(peak, axis=0), sem="relaxed")
     if COUNTED:
         tl.atomic_add(place, zeros, sem="relaxed")
 
@@ -66,34 +64,27 @@ class Magnitudes:
 
         self._copies = max(1, COPIES // heads)
         self._histogram = histogram
-        self._peaks, self._samples = zeros(heads, channels), zeros(SAMPLES, heads)
+        self._peaks = zeros(heads, channels)
         self._counts = zeros(*((self._copies, heads, BINS) if histogram else (1,)))
         self._total = zeros(*((heads, BINS) if histogram else (1,)), dtype=torch.int64)
-        self._seen = self._since = 0
+        self._since = 0
 
     def add(self, x: Tensor) -> None:
         """Add the tokens [T, heads, channels] of one sample, float, of any strides."""
         tokens, heads, channels = x.shape
         if self._since + x.numel() > MOST:
             self._flush()
-        if self._seen == len(self._samples):
-            self._samples = torch.cat((self._samples, torch.zeros_like(self._samples)))
         grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(channels, CHANNELS), heads)
         _magnitudes_kernel[grid](
-            x, self._peaks, self._samples[self._seen], self._counts,
-            tokens, channels, self._copies, *x.stride(),
+            x, self._peaks, self._counts, tokens, channels, self._copies, *x.stride(),
             COUNTED=self._histogram, BINS=BINS,
             TOKENS=TOKENS, CHANNELS=CHANNELS, STEP=STEP, num_warps=4,
         )  # fmt: skip
-        self._seen, self._since = self._seen + 1, self._since + x.numel()
+        self._since += x.numel()
 
     def channel_absmax(self) -> Tensor:
         """Largest magnitude of each channel: fp32 [heads, channels]; NaN where one was met."""
         return self._peaks.view(torch.float32)
-
-    def sample_absmax(self) -> Tensor:
-        """That of each sample and head: fp32 [samples, heads]."""
-        return self._samples[: self._seen].view(torch.float32)
 
     def counts(self) -> Tensor | None:
         """Values in each bin of each head: int64 [heads * BINS]; None where none are counted."""
