@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from formats.chat_template import has_chat_template
 from inference.requests.chat_tokens import ChatEncoder
 from inference.requests.request import SamplingParams
@@ -112,10 +114,16 @@ def measure_answers(pair: Pair, cases: Sequence[Prompt], bar: Any) -> list[list[
     ]
     same = {c.name: a.token_ids == b.token_ids for c, a, b in zip(drawn, *sampled, strict=True)}
     rows = [_row(case, a, b, same) for case, a, b in zip(cases, *greedy, strict=True)]
+    added = torch.tensor([*pair.original.tokenizer.get_added_vocab().values()])
     for row, case, first in zip(rows, cases, greedy[0], strict=True):
         if case.chat:
-            both = compare(pair, _whole(first), case.name)
+            ids = _whole(first)
+            both = compare(pair, ids, case.name)
             row.values["kl.chat"] = (0.0, both.kl[len(case.ids) - 1 :].mean().item())
+            own = torch.isin(torch.tensor(ids[:-1]), added)
+            own[1:] |= own[:-1].clone()  # and the token after it: `assistant`, a line's end
+            if own.any():
+                row.values["kl.turns"] = (0.0, both.kl[own].mean().item())
     ended = [i for i, first in enumerate(greedy[0]) if _ended(first)]
     due = [(_whole(greedy[0][i])[:-1], _whole(greedy[0][i])[-1:]) for i in ended]
     ends = [likelihoods(engine, due, bar) for engine in pair]

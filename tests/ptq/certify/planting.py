@@ -85,12 +85,17 @@ def late_end(source: Path, target: Path, token: int, by: float, text: str) -> Pa
 
 
 def coarse_tokens(source: Path, target: Path, tokens: list[int], bits: int = 4) -> Path:
-    """Embeddings of some tokens in a few bits, a scale a row."""
-
-    def change(tensors: Tensors) -> None:
-        tensors[EMBEDDING][tokens] = round_rows(tensors[EMBEDDING][tokens], bits)
-
-    return copied(source, target, change)
+    """A checkpoint with embeddings of some tokens in a few bits, a scale a row."""
+    shutil.copytree(source, target)
+    for file in sorted(target.glob("model*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            metadata, names = opened.metadata(), [*opened.keys()]
+        if EMBEDDING in names:
+            break
+    tensors = load_file(file)
+    tensors[EMBEDDING][tokens] = round_rows(tensors[EMBEDDING][tokens], bits)
+    save_file(tensors, file, metadata=metadata)
+    return hashed(target, file.name)
 
 
 def wrong_cache_scales(source: Path, target: Path, times: float = 4.0) -> Path:
@@ -106,8 +111,13 @@ def wrong_cache_scales(source: Path, target: Path, times: float = 4.0) -> Path:
         if entry["role"] in ("k_cache", "v_cache"):
             entry["scale_min"], entry["scale_max"] = _ends(scales[entry["tensor"]])
     (target / TABLE).write_text(json.dumps(table))
+    return hashed(target, KV_SCALES, TABLE)
+
+
+def hashed(target: Path, *names: str) -> Path:
+    """A checkpoint whose manifest says what its files are now."""
     manifest = json.loads((target / MANIFEST).read_text())
-    for name in (KV_SCALES, TABLE):
+    for name in names:
         own = target / name
         manifest["files"][name] = {"bytes": own.stat().st_size, "sha256": sha256_file(own)}
     (target / MANIFEST).write_text(json.dumps(manifest))

@@ -49,10 +49,17 @@ def test_a_model_against_itself_is_green(tmp_path):
 
 
 @pytest.mark.skipif(not RUN.is_dir(), reason="PTQ_REAL_RUN names no run")
-def test_wrong_scales_of_the_cache_lose_more_than_the_scheme_is_known_to(tmp_path):
-    planting.wrong_cache_scales(RUN / "checkpoint", tmp_path / "checkpoint")
+@pytest.mark.parametrize(
+    ("plant", "telling"),
+    [
+        (planting.wrong_cache_scales, "kl.mean"),
+        (partial(planting.coarse_tokens, tokens=[0, 1, 2]), "kl.turns"),  # those of its template
+    ],
+)
+def test_a_fault_loses_more_than_the_scheme_is_known_to(tmp_path, plant, telling):
+    plant(RUN / "checkpoint", tmp_path / "checkpoint")
     shutil.copytree(RUN / "report", tmp_path / "report")
-    assert "kl.mean" in judged(tmp_path / "checkpoint")[1]
+    assert telling in judged(tmp_path / "checkpoint")[1]
 
 
 @pytest.mark.parametrize("name", FAULTS)
