@@ -134,6 +134,14 @@ def test_keys_and_values_of_sink_tokens_are_cached_as_floats(tmp_path, scheme):
 
 
 @interpreted
+def test_sink_tokens_have_the_same_bits_in_any_chunks(tmp_path):
+    path, ids = checkpoint_of(tmp_path, "a8w8c8_dynamic"), prompt(40)
+    with_sinks(Path(path))
+    whole = engine_of(path, invariant=True).score(ids)
+    assert torch.equal(whole, engine_of(path, invariant=True, max_batched_tokens=30).score(ids))
+
+
+@interpreted
 def test_each_block_has_a_cache_of_its_own(tmp_path):
     path = checkpoint_of(tmp_path, "c4", num_hidden_layers=3)
     turned = KVCacheSpec(value_dtype="int4", granularity="per_token_head", rotate_keys=True)
