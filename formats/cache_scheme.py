@@ -12,6 +12,7 @@ from formats.strict import Strict
 CacheType = Literal["int8", "fp8_e4m3", "int4"]
 CacheRole = Literal["k_cache", "v_cache"]
 CACHE_BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4}
+KEYS_MOVED = ("rotate_keys", "center_keys", "compensate_keys")  # fields: keys not rounded as given
 
 
 class KVCacheSpec(Strict):
@@ -69,9 +70,8 @@ class KVCacheSpec(Strict):
                 f"found value_dtype {self.value_dtype} with dtype {self.dtype}; values of a type "
                 "of their own stand beside int8 keys. Set dtype: int8, or leave value_dtype out"
             )
-        said = ("rotate_keys", "compensate_keys", "center_keys")
-        said = said[:-1] if self.dtype == "fp8_e4m3" else said
-        moved = next((name for name in said if getattr(self, name)), None)
+        static = {"center_keys"} if self.dtype == "fp8_e4m3" else set()
+        moved = next((n for n in KEYS_MOVED if getattr(self, n) and n not in static), None)
         if moved is not None and not self.dynamic:
             raise ValueError(
                 f"found {moved} with {self.dtype} and {self.granularity} scales; keys that are "

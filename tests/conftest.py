@@ -189,16 +189,15 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
     from formats.checkpoint.write import CheckpointWriter
     from formats.families.names import is_projection
     from formats.families.registry import find_family
-    from formats.families.sizes import cached_of, may_centre
+    from formats.families.sizes import cached_of
     from formats.scale_table import ScaleEntry, ScaleTable
     from formats.scheme import PRESETS
     from formats.stored.weights import scale_in_table, storage_format
+    from inference.bench.random_model import with_keys_that_fit
     from ptq.methods.common.rounding import round_weight
 
-    scheme, model = PRESETS[preset], Checkpoint.open(source)
-    family = find_family(model.config)
-    if scheme.kv_cache and family is not None and not may_centre(family, model.config):
-        scheme = scheme.model_copy(update={"kv_cache": scheme.kv_cache.uncentred})
+    model = Checkpoint.open(source)
+    scheme = with_keys_that_fit(PRESETS[preset], model.config)
     rows: list[ScaleEntry] = []
 
     def row(role: str, scale: torch.Tensor, tensor: str) -> None:

@@ -24,6 +24,11 @@ Token = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 EndTokens = Token | list[Token] | None
 
 
+def named_dtype(config: Mapping[str, Any]) -> str | None:
+    """The type of weights that a config names, such as `bfloat16`: as transformers 5 or 4 does."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
 class RotationValues(Values):
     """The rotation of one kind of layers."""
 

@@ -81,9 +81,7 @@ class RandomCheckpoint(Checkpoint):
         self.shares_head = quantize_head and f"{HEAD}.weight" not in self._shapes
         if self.shares_head:
             self._shapes[f"{HEAD}.weight"] = self._shapes.pop(f"{EMBEDDING}.weight")
-        family, cache = find_family(config), self.scheme.kv_cache
-        if cache is not None and family is not None and not may_centre(family, config):
-            self.scheme = self.scheme.model_copy(update={"kv_cache": cache.uncentred})
+        self.scheme = with_keys_that_fit(self.scheme, config)
         layers = quantized_layers(self._shapes, self.scheme, PUBLISHED.get(shape))
         if layers and self.scheme.of_layers not in layers.values():  # only experts, or no 128 fits
             first = next(iter(layers.values()))
@@ -216,6 +214,14 @@ def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
         scale = nearest_multiples(scale, unit) * unit
     q = numerics.quantize(weight, scale, kind, zero_point, block)
     return StoredWeight(q, scale, zero_point)
+
+
+def with_keys_that_fit(scheme: Scheme, config: dict[str, Any]) -> Scheme:
+    """A named scheme for a model: where its keys cannot be centred, they are not."""
+    family, cache = find_family(config), scheme.kv_cache
+    if cache is None or family is None or may_centre(family, config):
+        return scheme
+    return scheme.model_copy(update={"kv_cache": cache.uncentred})
 
 
 def constant_cache(config: dict[str, Any], scheme: Scheme) -> CacheScales:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
+from formats.families.values import named_dtype
 from inference.config import EngineConfig
 from inference.gpu.chain import DeviceChain
 from inference.gpu.code_step import CodeStep, forward_code
@@ -220,8 +221,7 @@ class TritonBackend(OneProcess):
 
 def half_type(checkpoint: Checkpoint) -> torch.dtype:
     """fp16 for a checkpoint in it, else bf16."""
-    own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    return torch.float16 if own == "float16" else torch.bfloat16
+    return torch.float16 if named_dtype(checkpoint.config) == "float16" else torch.bfloat16
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from formats.cache_scheme import KEYS_MOVED, KVCacheSpec
 from formats.errors import RequestError
 from formats.families.registry import read_table
 from formats.namespace import ROOT
@@ -261,18 +262,28 @@ def _of_cache(folder: Path, config: ConfigFile) -> Iterator[str]:
     yield (
         "memory: `-- --kv-cache-dtype int8_per_token_head` (or fp8_per_token_head) caches in 8 "
         "bits with scales of each token, where vLLM's attention has it. What that loses is told by"
-        f"\n{_solving(output)}"
+        f"\n{_solving(output, [*named.values()])}"
     )
 
 
-def _solving(output: Path) -> str:
-    """The commands that measure a run's checkpoint with the caches that vLLM has."""
+def _solving(output: Path, caches: Sequence[KVCacheSpec]) -> str:
+    """The commands that measure a run's checkpoint with the caches that vLLM has.
+
+    These have keys and values of one type, as they are: what the checkpoint's do is switched off.
+    """
+    ours = {"value_dtype": "null"} | dict.fromkeys(KEYS_MOVED, "false")
+    off = [
+        f" --set scheme.kv_cache.{name}={value}"
+        for name, value in ours.items()
+        if any(getattr(cache, name) for cache in caches)
+    ]
     lines = []
     for dtype in ("int8", "fp8_e4m3"):
         to = shlex.quote(f"{output}_{dtype}_token")
         lines.append(
             f"      ptq solve {shlex.quote(str(output))} --set scheme.kv_cache.dtype={dtype} --set "
-            f"scheme.kv_cache.granularity=per_token_head --output {to} && ptq report {to}"
+            f"scheme.kv_cache.granularity=per_token_head{''.join(off)} --output {to} "
+            f"&& ptq report {to}"
         )
     return "\n".join(lines)
 

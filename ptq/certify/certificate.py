@@ -21,7 +21,7 @@ from inference.bench.figures import environment
 from ptq.certify.figures import MEAN_KL, Figure, Light, Row, Rows, judge, overall
 from ptq.certify.setting import LevelName
 from ptq.output import CERTIFICATE_PAGE, REPORT_FOLDER
-from ptq.report.known import MARGIN, known_limit
+from ptq.report.known import MARGIN, beside_margin, known_limit
 
 WEIGHTS = (".safetensors", ".gguf")
 AGAIN = "Certify the checkpoint again"
@@ -95,8 +95,9 @@ def kl_limit(folder: Path, noise: float = 0.0) -> tuple[float, str]:
             f"{file}: it is no report. Measure it again with `ptq report`, or remove it"
         ) from None
     if known:
-        limit, rounded = known_limit(known["kl"], known["device"], noise), MARGIN * known["kl"]
-        more = ", and the rounding of bf16" if limit > rounded else ""
+        kl = known["kl"]
+        limit = known_limit(kl, known["device"], noise)
+        more = beside_margin(kl, limit)
         return limit, f"{MARGIN:g} times what {known['recipe']} is known to lose{more}"
     if "kl" in checks:
         return checks["kl"], "the threshold of its recipe"

@@ -26,6 +26,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
+from formats.families.values import named_dtype
 from formats.foreign.folder import named
 from formats.foreign.paddle import FILES, PaddleScales, read_paddle
 from formats.foreign.settings import integer_weights
@@ -133,7 +134,7 @@ def _import_notes(source: Checkpoint, quantization: Mapping[str, Any]) -> tuple[
         *([alone] if alone else []),
         f"Read as scheme {scheme.wac} ({scheme.of_layers.text}); its calibration is not known.",
     ]
-    kept = source.config.get("dtype") or source.config.get("torch_dtype") or "another type"
+    kept = named_dtype(source.config) or "another type"
     if scheme.activations is None and kept != "float16":
         notes.append(
             f"Scales are kept as they are; software that runs the model in {kept} may round."

@@ -31,6 +31,7 @@ from formats.errors import CheckpointError
 from formats.families.family import Attention, Family
 from formats.families.names import EMBEDDING, HEAD, any_expert, expert_of
 from formats.families.registry import BY_TYPE
+from formats.families.values import named_dtype
 from formats.files import fsync_path, writing
 from formats.foreign.layout import named
 from formats.gguf.architectures import ARCHITECTURES, file_name, neighbours, tensor_names
@@ -293,7 +294,7 @@ def _fits(source: Checkpoint, modules: list[str], kind: str) -> bool:
 
 
 def _float_type(source: Checkpoint) -> torch.dtype:
-    found = source.config.get("dtype") or source.config.get("torch_dtype")
+    found = named_dtype(source.config)
     return {"float32": torch.float32, "float16": torch.float16}.get(str(found), torch.bfloat16)
 
 

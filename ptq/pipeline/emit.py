@@ -199,9 +199,15 @@ def _kv_scales(
     family = work.block.family
     latent = family is not None and isinstance(family.attention, LatentAttention)
     by_channel = {role: spec.by_channel(role, latent=latent) for role in CACHES}
+    means = {"k_cache": work.key_mean()} if spec.center_keys else {}
     found: dict[CacheRole, tuple[Tensor, float]] = {
         role: kv_scale(
-            work.observed(attention, role), spec, role, observer, by_channel=by_channel[role]
+            work.observed(attention, role),
+            spec,
+            role,
+            observer,
+            by_channel=by_channel[role],
+            mean=means.get(role),
         )
         for role in CACHES
     }
@@ -234,20 +240,20 @@ def kv_scale(
     observer: ObserverSpec,
     *,
     by_channel: bool,
+    mean: Tensor | None,
 ) -> tuple[Tensor, float]:
     """Static scale of K or V, and the share of values that it cuts off.
 
-    Channels are scaled by their absmax, whatever the observer: a channel has no histogram. Those of
-    fp8 keys that are centred are bounded by it and the mean, as they are and centred, which costs a
+    Channels are scaled by their absmax, whatever the observer: a channel has no histogram. fp8
+    keys less their `mean` [kv heads, D] are bounded by both, as they are and centred, which costs a
     float at most a bit of its exponent.
     """
     kind = TYPES[spec.dtype_of(role)]
-    if spec.center_keys and role == "k_cache":
-        assert stats.channel_sum is not None, "the cache's scheme asks for it"
-        bound = stats.channel_absmax + (stats.channel_sum / stats.tokens).abs().float()
-        whole = None if by_channel else 1 if spec.granularity == "per_head" else (0, 1)
-        bound = bound if whole is None else bound.amax(whole).reshape(-1)
-        return choose_scale(bound, kind), 0.0
+    if mean is not None:
+        bound = stats.channel_absmax + mean.abs().float()
+        if spec.granularity == "per_tensor":
+            bound = bound.reshape(1, -1)
+        return choose_scale(bound if by_channel else bound.amax(1), kind), 0.0
     if by_channel:
         absmax = stats.channel_absmax.reshape(stats.heads, -1)
         return choose_scale(absmax, kind), 0.0

@@ -115,7 +115,7 @@ class Draft:
             return
         _put(parent, key[-1], document.data)
         self.origins = {k: v for k, v in self.origins.items() if k[: len(key)] != key}
-        self.origins[key] = origin
+        self.origins |= {(*key, *inner): origin for inner in ((), *document.lines)}
 
     def anchor_paths(self, folder: Path) -> None:
         """Make paths absolute: from the recipe's folder, or as typed from the current directory."""

@@ -23,7 +23,7 @@ from ptq.recipe.strict_yaml import parse
 from ptq.report.attribution import Attribution
 from ptq.report.generated import Completion, DraftPair
 from ptq.report.inspection import OutlierRow
-from ptq.report.known import MARGIN, Known, known_limit, least
+from ptq.report.known import MARGIN, Known, beside_margin, known_limit, least
 from ptq.result import CalibrationSummary, QuantizationRecord
 from ptq.search.record import BudgetRecord
 
@@ -229,7 +229,7 @@ def failure(check: Check, known: Known | None = None) -> str:
         return (
             f"{LABELS[check.name]} {check.measured:.2g} is surely more than {MARGIN:g} x "
             f"{known.kl:.3g}, which `{known.recipe}` lost on {known.title}"
-            f"{', and the rounding of bf16' if check.limit > MARGIN * known.kl else ''}"
+            f"{beside_margin(known.kl, check.limit)}"
         )
     return (
         f"{LABELS[check.name]} {check.measured:.6g} is {side} the threshold {check.limit:g} "

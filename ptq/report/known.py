@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from formats.families.values import named_dtype
 from formats.files import replace_file
 from formats.namespace import ROOT
 from formats.scheme import Strict
@@ -25,7 +26,8 @@ from ptq.plan.plan import ModelSummary
 
 TABLE = ROOT / "recipes" / "measured.csv"
 MARGIN = 2.0  # other text and fewer samples have moved a KL by as much
-# Nats of two models that compute in bf16: each is 0.0011 off itself in fp32 (SmolLM2, one H100).
+# Nats that two models are apart at most by computing in bf16: each is 0.0011 off itself in fp32
+# (SmolLM2, one H100).
 NOISE = 0.0022
 
 
@@ -130,13 +132,20 @@ def rounding_noise(device: str, config: Mapping[str, Any]) -> float:
 
     A CPU computes in fp32; a GPU in bf16, but fp16 models in fp16.
     """
-    own = config.get("dtype") or config.get("torch_dtype")
-    return 0.0 if device == "cpu" or own == "float16" else NOISE
+    return 0.0 if device == "cpu" or named_dtype(config) == "float16" else NOISE
 
 
 def known_limit(kl: float, measured_on: str, noise: float) -> float:
-    """Most that others may lose of what lost `kl` nats on a device, and have noise themselves."""
+    """Most nats that another run may lose by a recipe that lost `kl` on a device.
+
+    What was measured on a GPU has the noise of its rounding in it.
+    """
     return MARGIN * kl + (0.0 if measured_on.startswith("NVIDIA") else noise)
+
+
+def beside_margin(kl: float, limit: float) -> str:
+    """What a limit allows beyond the margin over a known loss, in words; empty where nothing."""
+    return " and the rounding of bf16" if limit > MARGIN * kl else ""
 
 
 def least(accuracy: Accuracy) -> float:

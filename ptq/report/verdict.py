@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from inference.accuracy import Accuracy, Interval
 from ptq.report.data import LABELS, AlsoMeasured, Check, ReportData
-from ptq.report.known import MARGIN, Known
+from ptq.report.known import MARGIN, Known, beside_margin
 from ptq.report.page import Cells, Table
 from ptq.text import percent, size_text
 
@@ -97,7 +97,8 @@ def _margin(check: Check, ends: Interval | None, known: Known | None) -> str:
     if known is not None:
         return (
             f"{LABELS[check.name]} {shown[0]}{interval}; `{known.recipe}` lost {known.kl:.3g} on "
-            f"{known.title}, and up to {MARGIN:g} times that is as expected"
+            f"{known.title}, and up to {MARGIN:g} times that"
+            f"{beside_margin(known.kl, check.limit)} is as expected"
         )
     text = (
         f"{LABELS[check.name]} {shown[0]}{interval} {'keeps' if check.holds else 'misses'} the "

@@ -23,12 +23,12 @@ from kernels.triton.common import quantize, token_scale
 
 @triton.jit
 def write_keys(
-    a, b, head, slot, written, place, k_pages, k_scale, k_offset, k_feedback, sink_k,
+    a, b, head, slot, written, position, k_pages, k_scale, k_offset, k_feedback, sink_k,
     HEADS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Quantize both halves of rotated keys and put them in rows; `rope_cache.halves` gives them.
 
-    Those of the first SINKS places of a sequence are stored as floats, too.
+    Those at the first SINKS positions of a sequence are stored as floats, too.
     """
     TYPE: tl.constexpr = k_pages.dtype.element_ty
     half: tl.constexpr = DIM // 2
@@ -40,9 +40,9 @@ def write_keys(
         a -= load_channels(places, i < half, WHOLE)
         b -= load_channels(places + half, i < half, WHOLE)
     if SINKS > 0:
-        own = ((slot // 64)[:, None] * HEADS + head[None, :]) * SINKS + place[:, None]
+        own = ((slot // 64)[:, None] * HEADS + head[None, :]) * SINKS + position[:, None]
         cells = sink_k + own[:, :, None] * DIM + i
-        inside = (written & (place < SINKS))[:, None, None] & (i < half)
+        inside = (written & (position < SINKS))[:, None, None] & (i < half)
         tl.store(cells, a.to(sink_k.dtype.element_ty), mask=inside)
         tl.store(cells + half, b.to(sink_k.dtype.element_ty), mask=inside)
     line = ((slot // 64)[:, None] * HEADS + head[None, :]) * 64 + (slot % 64)[:, None]
@@ -210,28 +210,28 @@ def write_run(
 
 @triton.jit
 def write_sinks(
-    v, sink_v, slots, places, first, head, T, pitch,
+    v, sink_v, slots, positions, first, head, T, pitch,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Values of the tokens among these at the first SINKS places of a sequence, as floats."""
+    """Values of the tokens among these at the first SINKS positions of a sequence, as floats."""
     d = tl.arange(0, WIDE)[None, :]
     for group in range(TOKENS // 16):
         token = first + group * 16 + tl.arange(0, 16)
         slot = tl.load(slots + token, mask=token < T, other=-1).to(tl.int64)
-        place = tl.load(places + token, mask=token < T, other=SINKS).to(tl.int64)
-        own = (slot >= 0) & (place < SINKS)
+        position = tl.load(positions + token, mask=token < T, other=SINKS).to(tl.int64)
+        own = (slot >= 0) & (position < SINKS)
         if tl.max(own.to(tl.int32), 0) > 0:
             inside = own[:, None] & (d < DIM)
             x = tl.load(v + (token * pitch + head * DIM)[:, None] + d, mask=inside, other=0.0)
-            line = ((slot // 64) * HEADS + head) * SINKS + place
+            line = ((slot // 64) * HEADS + head) * SINKS + position
             cells = sink_v + line[:, None] * DIM + d
             tl.store(cells, x.to(sink_v.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def write_values(
-    v, v_pages, slots, v_scale, places, sink_v, first, head, T, pitch,
+    v, v_pages, slots, v_scale, positions, sink_v, first, head, T, pitch,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
     SCALES: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +239,7 @@ def write_values(
     TYPE: tl.constexpr = v_pages.dtype.element_ty
     if SINKS > 0:
         write_sinks(
-            v, sink_v, slots, places, first, head, T, pitch, HEADS, DIM, WIDE, TOKENS, SINKS
+            v, sink_v, slots, positions, first, head, T, pitch, HEADS, DIM, WIDE, TOKENS, SINKS
         )
     begin, count = 0, 1  # of the groups of 16 tokens that go byte by byte
     if TOKENS == 64:

@@ -117,16 +117,16 @@ def rope_write_kernel(
         tl.store(cells + DIM // 2, b.to(out.dtype.element_ty), mask=real)
     else:
         own = head - Q_HEADS
-        places_k = t * k_pitch + own[None, :, None] * DIM + i
-        a, b = halves(k, k_norm, eps, c, s, places_k, real, DIM, NORM)
+        from_k = t * k_pitch + own[None, :, None] * DIM + i
+        a, b = halves(k, k_norm, eps, c, s, from_k, real, DIM, NORM)
         if TURN > 1:
             a, b = turned(a, b, DIM, TURN)
         written = slot >= 0
-        slot, place = tl.where(written, slot, 0), token
+        slot, position = tl.where(written, slot, 0), token
         if SINKS > 0:
-            place = tl.load(places + token, mask=token < T, other=SINKS).to(tl.int64)
+            position = tl.load(places + token, mask=token < T, other=SINKS).to(tl.int64)
         write_keys(
-            a, b, own, slot, written, place, k_pages, k_scale, k_offset, k_feedback, sink_k,
+            a, b, own, slot, written, position, k_pages, k_scale, k_offset, k_feedback, sink_k,
             HEADS, DIM, SCALES, SINKS,
         )  # fmt: skip
 

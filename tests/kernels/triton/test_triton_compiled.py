@@ -233,6 +233,30 @@ def test_attention_with_bounded_logits_and_sinks(capability, dims, storage, dim)
         assert binary.shared <= (232448 if capability == 90 else 101376), binary.shared
 
 
+@pytest.mark.parametrize(
+    ("capability", "dims", "storage"),
+    [(80, 1, torch.int8), (90, 1, torch.int8), (90, 3, torch.uint8)],
+)
+@compiled
+def test_sink_tokens_are_written_and_read_without_spills(capability, dims, storage):
+    pool, workspace = make_pool(storage, dims), Workspace.on("cpu", 1 << 20, 64)
+    held = torch.zeros(4, 8, 2, 128).bfloat16()
+    inputs = make_inputs(replace(pool, sink_k=held, sink_v=held), torch.tensor([0, 128, 256]))
+    qkv, angle = torch.zeros(256, 48, 128).bfloat16(), torch.zeros(256, 128)
+    q, k, v = qkv.split([32, 8, 8], dim=1)
+    slots, tile = torch.zeros(256, dtype=torch.int64), prefill_rule(math.inf, 128, dims, capability)
+    with building_for(capability) as built:
+        for count in (2, 256):
+            rows = (x[:count] for x in (q, k, v, angle, angle))
+            rope_write(*rows, inputs.pool, slots[:count], slots[:count])
+        for split in (KVSplit(4, 4, 3), KVSplit(2, 4)):
+            decode_attention(q[:2].contiguous(), inputs, workspace, split=split)
+        prefill_attention(q.contiguous(), inputs, workspace, tile=tile)
+    assert len(built) == 5
+    for binary in built:
+        assert binary.stack == 0
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @compiled
 def test_rows_quantized_by_runs(capability):

@@ -213,7 +213,7 @@ def test_the_limit_is_that_of_the_runs_report(tmp_path):
     report.write_text(json.dumps({"known": known}))
     assert kl_limit(folder) == (0.02, "2 times what w4 is known to lose")
     noisy = kl_limit(folder, 0.002)
-    assert noisy == (0.022, "2 times what w4 is known to lose, and the rounding of bf16")
+    assert noisy == (0.022, "2 times what w4 is known to lose and the rounding of bf16")
     report.write_text(json.dumps({"known": known | {"device": "NVIDIA H100"}}))
     assert kl_limit(folder, 0.002) == kl_limit(folder)
     report.write_text("no report")

@@ -16,6 +16,7 @@ from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.plan import build_plan
 from ptq.recipe.problems import Origin, Where
+from ptq.recipe.reading import read_recipe
 from ptq.recipe.schema import CachesSpec
 from tests.fake_quantized import fake_quantized_logits
 from tests.ptq.quantizing import edit_model, make_plan, random_tokens
@@ -219,6 +220,8 @@ def test_keys_that_cannot_be_centred_stay_unless_a_recipe_says_so(
     recipe = plan.recipe.model_copy(update={"scheme": PRESETS[preset]})
     said = ("scheme", "kv_cache", "center_keys")
     where = Where({(): Origin("recipe"), said: Origin("a.yaml", 7)})
+    typed = "scheme={kv_cache: {dtype: fp8_e4m3, center_keys: true}}"
+    assert said in read_recipe("c8", [typed]).where.origins
     fault = "have 8 bits, and stay" if kind == "v2" else "a.yaml:7: .*center_keys: .*bounds its"
     with pytest.raises(RecipeError, match=fault):
         build_plan(recipe, Checkpoint.open(model), where, force=True)

@@ -43,6 +43,12 @@ def test_what_bf16_rounds_by_itself_is_no_loss_of_a_scheme(made):
     plain, noisy = (check_known(row(kl=0.001), accuracy, own) for own in (0.0, noise))
     assert (plain.holds, noisy.holds) == (False, True)
     assert "rounding of bf16" in failure(noisy, row(kl=0.001))
+    (margin,) = verdict_of(
+        made.data.model_copy(
+            update={"accuracy": accuracy, "known": row(kl=0.001), "checks": (noisy,)}
+        )
+    ).margins
+    assert margin.endswith("up to 2 times that and the rounding of bf16 is as expected")
     measured_there = row(kl=0.001, device="NVIDIA H100")
     assert check_known(measured_there, accuracy, noise) == plain
     assert "bf16" not in failure(plain, measured_there)

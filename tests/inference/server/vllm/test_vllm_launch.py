@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from formats.cache_scheme import KVCacheSpec
 from formats.errors import RequestError
+from formats.scheme import PRESETS
 from inference.server import command
-from inference.server.vllm import Shards, check_vllm, shards_of
+from inference.server.vllm import Shards, _solving, check_vllm, shards_of
+from ptq.recipe.reading import read_recipe
 
 ROOT = Path(__file__).parents[4]
 STAND_IN = """#!{python}
@@ -141,6 +145,14 @@ def test_scales_of_sink_tokens_that_it_does_not_read_are_told(
         changed(make_quantized(tiny_llama, scheme), tmp_path / "own", keep), Shards()
     )
     assert ["sinks.keep=none" in note for note in found] == [True] * (scheme == "a8w8")
+
+
+def test_a_cache_whose_keys_are_not_stored_as_they_are_is_measured_as_vllm_stores_keys():
+    lines = _solving(Path("out"), [PRESETS["c4"].kv_cache, PRESETS["k8v4"].kv_cache]).split("\n")
+    for line, dtype in zip(lines, ("int8", "fp8_e4m3"), strict=True):
+        given = re.findall(r"--set (\S+)", line)
+        cache = read_recipe("c4", given).recipe.scheme.kv_cache
+        assert cache == KVCacheSpec(dtype=dtype, granularity="per_token_head")
 
 
 def test_what_the_cache_costs_is_told_by_the_runs_report(a8w8c8):
