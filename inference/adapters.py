@@ -9,7 +9,7 @@ found in the cache by requests of the same adapter alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, RequestError
 from formats.families.registry import block_names
 from inference.models.adapters import AdapterStore, lay_out
-from inference.models.prefix import CachedPrefix
+from inference.models.prefix import CachedPrefix, CachedTokens
 from inference.scheduling.blocks import Fill
-from kernels.attention_inputs import KVPool
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
@@ -108,9 +107,9 @@ class Adapters:
         """Tokens before a prompt whose K and V the adapter in a slot gives."""
         return len(self._prefixes[slot]) if slot in self._prefixes else 0
 
-    def fill(self, pools: Sequence[KVPool], fill: Fill) -> None:
-        """Write them into the cache."""
-        self._prefixes[fill.adapter].write(pools, fill.start, fill.slots)
+    def tokens(self, fill: Fill) -> CachedTokens:
+        """Those of them that a part of the cache is to hold."""
+        return self._prefixes[fill.adapter].tokens(fill.start, fill.slots)
 
     def slot_of(self, name: str) -> int:
         """Where an adapter is.

@@ -3,7 +3,7 @@
     load                     a model, by
     check, linear, experts   a decoder's layers (`inference.models`)
     head_sizes, cache        its paged cache, in the layout of the backend's kernels
-    change_blocks            what is done to that between steps
+    change_blocks, write_kv  what is done to that between steps
     loop                     its steps, with the backend's interpreter of the decoder inside
     loading, peak_bytes      memory
 
@@ -28,6 +28,7 @@ from inference.models.adapters import AdapterStore
 from inference.models.kv_cache import CacheShape
 from inference.models.layers import LayerFactory
 from inference.models.model import KVHeads, Model
+from inference.models.prefix import CachedTokens
 from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
@@ -80,11 +81,9 @@ class Backend(LayerFactory[Any, Any], Protocol):
 
     Attributes:
         runs_drafters: Whether networks that draft run there, beside the model.
-        writes_prefixes: Whether K and V that an adapter gives can be put into its cache.
     """
 
     runs_drafters: bool
-    writes_prefixes: bool
 
     def float_sinks(self, heads: KVHeads) -> bool:
         """Whether its kernels read K and V of sink tokens in floats, for heads of a kind."""
@@ -143,6 +142,10 @@ class Backend(LayerFactory[Any, Any], Protocol):
 
     def change_blocks(self, pools: Sequence[KVPool], changes: BlockChanges) -> None:
         """Do what the next step needs done to the cache."""
+        ...
+
+    def write_kv(self, pools: Sequence[KVPool], tokens: CachedTokens) -> None:
+        """Put K and V that no step computes into the cache, after the steps on their way."""
         ...
 
     def ran_out(self, error: Exception) -> bool:

@@ -256,8 +256,6 @@ class Engine:
 
     def _no_prefixes(self) -> str | None:
         """Why K and V that an adapter gives cannot be put into the cache; None where they can."""
-        if not self.backend.writes_prefixes:
-            return "prefix tuning runs on a CPU, in one process"
         own = self.config.speculate
         if own is not None and draft_methods()[own.method].network:
             return f"drafts of {own.method} come from a network that has no such prefix"
@@ -639,7 +637,7 @@ class Engine:
             assert self._blocks.states is not None
             self.model.copy_states(changes.states, self._blocks.states.kept)
         for fill in changes.fills:
-            self._adapters.fill(self.pools, fill)
+            self.backend.write_kv(self.pools, self._adapters.tokens(fill))
         if self.speculation is not None:
             self.speculation.note_changes(changes)
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+import kernels.ops as ops
 from formats.checkpoint.read import Checkpoint
 from formats.memory import available_bytes, peak_rss_bytes
 from inference.config import EngineConfig
@@ -23,13 +24,13 @@ from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, OneProcess
 from inference.models.model import KVHeads, Model
 from inference.models.network import Network
+from inference.models.prefix import CachedTokens
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
 from inference.transformers_code.choose import Shape, load_model
 from inference.transformers_code.model import CodeModel, CodeShaped
 from kernels.attention_inputs import KVPool
-from kernels.ops import rms_norm
 
 
 class CpuBackend(OneProcess):
@@ -41,7 +42,7 @@ class CpuBackend(OneProcess):
     """
 
     device = torch.device("cpu")
-    runs_drafters = writes_prefixes = same_bits = True
+    runs_drafters = same_bits = True
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, fused: bool = True) -> None:
         self.dtype, self._fused = dtype, fused
@@ -93,7 +94,7 @@ class CpuBackend(OneProcess):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of [T, H]."""
-        return rms_norm(x, weight, eps)
+        return ops.rms_norm(x, weight, eps)
 
     def run_block(
         self,
@@ -133,6 +134,14 @@ class CpuBackend(OneProcess):
         """The steps of an engine."""
         forward = self.forward(model, pools)
         return HostLoop(forward, scheduler, requests, lambda: CpuAdapters(check_adaptable(model)))
+
+    def write_kv(self, pools: Sequence[KVPool], tokens: CachedTokens) -> None:
+        """Put K and V that no step computes into the cache."""
+        slots = torch.tensor(tokens.slots)
+        positions = torch.arange(tokens.start, tokens.start + len(slots))
+        for k, v, pool in zip(tokens.keys, tokens.values, pools, strict=True):
+            turned = ops.turn_heads(k, pool.turn) if pool.turn else k
+            ops.write_kv(turned, v, pool, slots, positions)
 
     def ran_out(self, error: Exception) -> bool:
         """Whether that is said of memory that is too small."""

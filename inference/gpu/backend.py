@@ -29,6 +29,7 @@ from inference.models.kv_cache import CacheShape, OneProcess
 from inference.models.model import KVHeads, Model
 from inference.models.network import Network
 from inference.models.parts import Layer
+from inference.models.prefix import CachedTokens
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import blocks_for
@@ -38,6 +39,7 @@ from inference.transformers_code.model import CodeModel, CodeShaped
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.triton.attention.latent import check_latents
 from kernels.triton.attention.paged_cache import LARGEST_HEAD, check_pages, is_head_size
+from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.fused import add_rms_norm
 
 
@@ -48,7 +50,7 @@ class TritonBackend(OneProcess):
         dtype: Of activations and of float weights: fp16 or bf16.
     """
 
-    runs_drafters, writes_prefixes, same_bits = True, False, False
+    runs_drafters, same_bits = True, False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -203,6 +205,16 @@ class TritonBackend(OneProcess):
             invariant=sizes.invariant,
         )
         return DeviceLoop(runner, scheduler, requests, ahead=not sizes.eager)
+
+    def write_kv(self, pools: Sequence[KVPool], tokens: CachedTokens) -> None:
+        """Put K and V that no step computes into the cache, after the steps on their way."""
+        device, count = self.device, len(tokens.slots)
+        slots = torch.tensor(tokens.slots, dtype=torch.int32, device=device)
+        places = torch.arange(tokens.start, tokens.start + count, dtype=torch.int32, device=device)
+        cos = torch.ones(count, tokens.keys.shape[3], device=device)
+        keys, values = tokens.keys.to(device), tokens.values.to(device)
+        for k, v, pool in zip(keys, values, pools, strict=True):
+            rope_write(k, k, v, cos, torch.zeros_like(cos), pool, slots, places=places)
 
     def ran_out(self, error: Exception) -> bool:
         """Whether that is said of memory that is too small: the GPU's."""

@@ -30,13 +30,21 @@ from inference.cpu.backend import CpuBackend
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape
 from inference.models.model import KVHeads, Model
+from inference.models.prefix import CachedTokens
 from inference.models.read import StoredLinear
 from inference.models.shapes import check_shapes
 from inference.parallel import torchrun
 from inference.parallel.cpu import CpuSide
 from inference.parallel.group import Progress
 from inference.parallel.loader import MEETING, DeviceSide, RankLoader, declared_shape, join
-from inference.parallel.messages import LOADING, ChangeBlocks, MakeCache, RankSpec, TellFree
+from inference.parallel.messages import (
+    LOADING,
+    ChangeBlocks,
+    MakeCache,
+    RankSpec,
+    TellFree,
+    WriteKV,
+)
 from inference.parallel.ranks import RankProcess, Ranks, Start
 from inference.parallel.shard import shard_of
 from inference.scheduling.active import ActiveRequests
@@ -63,7 +71,7 @@ class FirstBackend:
         side: What a rank does in its own way on the device of a backend; can be pickled.
     """
 
-    writes_prefixes = runs_drafters = False
+    runs_drafters = False
 
     def __init__(
         self,
@@ -159,6 +167,11 @@ class FirstBackend:
         if changes.copies or changes.clears:
             self.ranks.send(ChangeBlocks(list(changes.copies), list(changes.clears)))
             self._inner.change_blocks(pools, changes)
+
+    def write_kv(self, pools: Sequence[KVPool], tokens: CachedTokens) -> None:
+        """Put K and V that no step computes into the cache, on each rank those of its heads."""
+        self.ranks.send(WriteKV.of(tokens))
+        self._inner.write_kv(pools, self._loader.cut_tokens(tokens))
 
     def loop(
         self,

@@ -18,6 +18,7 @@ from inference.config import EngineConfig
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, LayerCache
 from inference.models.layers import LayerFactory
+from inference.models.prefix import CachedTokens
 from inference.parallel.group import GlooGroup, Group, Progress
 from inference.parallel.layers import ShardDecoder
 from inference.parallel.messages import LOADING, RankSpec, Task
@@ -145,6 +146,12 @@ class RankLoader:
         whole = CacheShape.of_model(self.checkpoint, self.shape, sizes, quantized=quantized)
         fitted = whole.fitted(self.inner.head_sizes, self.inner.float_sinks)
         return cut_cache(fitted, self.shard.heads)
+
+    def cut_tokens(self, tokens: CachedTokens) -> CachedTokens:
+        """What the rank's cache takes of K and V of all heads."""
+        own = self.shard.heads.slice
+        keys, values = tokens.keys[:, :, own], tokens.values[:, :, own]
+        return tokens._replace(keys=keys.contiguous(), values=values.contiguous())
 
     def free_bytes(self) -> int:
         """Memory that the whole cache could have if all ranks had what this one has."""

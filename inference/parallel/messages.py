@@ -20,6 +20,7 @@ from inference.config import EngineConfig
 from inference.cpu.batch import Batch
 from inference.gpu.sizes import Size, WholeSize
 from inference.models.adapters import AdaptedLayer, AdapterPart, AdapterParts
+from inference.models.prefix import CachedTokens
 
 LOADING = "loading its part of the model"
 
@@ -69,6 +70,31 @@ class ChangeBlocks:
 
     copies: list[tuple[int, int]]
     clears: list[int]
+
+
+@dataclass(frozen=True)
+class WriteKV:
+    """Put K and V that no step computes into the cache; see `inference.models.prefix.CachedTokens`.
+
+    Attributes:
+        keys: An array, and `values` another: tensors would be shared and not sent.
+    """
+
+    keys: Any
+    values: Any
+    start: int
+    slots: Sequence[int]
+
+    @classmethod
+    def of(cls, tokens: CachedTokens) -> Self:
+        """Of what the first rank has, for all heads."""
+        return cls(tokens.keys.numpy(), tokens.values.numpy(), tokens.start, tokens.slots)
+
+    @property
+    def tokens(self) -> CachedTokens:
+        """What the first rank has, for all heads."""
+        keys, values = torch.from_numpy(self.keys), torch.from_numpy(self.values)
+        return CachedTokens(keys, values, self.start, self.slots)
 
 
 @dataclass(frozen=True)
@@ -148,7 +174,17 @@ class Replay:
     times: int
 
 
-Task = MakeCache | TellFree | ChangeBlocks | HoldAdapter | RunStep | RunPlan | WarmUp | Replay
+Task = (
+    MakeCache
+    | TellFree
+    | ChangeBlocks
+    | WriteKV
+    | HoldAdapter
+    | RunStep
+    | RunPlan
+    | WarmUp
+    | Replay
+)
 
 
 @dataclass(frozen=True)

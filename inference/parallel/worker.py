@@ -33,6 +33,7 @@ from inference.parallel.messages import (
     Task,
     TellFree,
     WarmUp,
+    WriteKV,
 )
 from inference.parallel.ranks import IDLE
 from inference.scheduling.blocks import BlockChanges
@@ -120,6 +121,8 @@ class Rank:
         if isinstance(task, ChangeBlocks):
             changes = BlockChanges(task.copies, task.clears)
             loader.inner.change_blocks(self._pools, changes)
+        elif isinstance(task, WriteKV):
+            loader.inner.write_kv(self._pools, loader.cut_tokens(task.tokens))
         elif isinstance(task, TellFree):
             loader.free_bytes()
         elif isinstance(task, MakeCache):

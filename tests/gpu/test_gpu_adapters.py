@@ -10,7 +10,7 @@ import torch
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-from tests.adapters import write_adapter
+from tests.adapters import write_adapter, write_prefix
 from tests.inference.gpu.test_gpu import checkpoint_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -43,6 +43,27 @@ def test_logits_are_those_of_the_cpu(adapters):
     for name in (None, *adapters):
         found, wanted = gpu.score(PROMPTS[8], name).cpu(), cpu.score(PROMPTS[8], name)
         assert (found - wanted).norm() / wanted.norm() < 0.03, name
+
+
+@pytest.mark.parametrize("preset", [None, "a8w8c8", "c4"])
+def test_prefixes(tmp_path, preset):
+    """Of more than a block, in a crowd; what the prefix cache finds of them is theirs."""
+    path = TINY if preset is None else Path(checkpoint_of(tmp_path, preset))
+    own = {"p": write_prefix(tmp_path / "p", path, 70), "q": write_prefix(tmp_path / "q", path, 5)}
+    sizes = EngineConfig(max_model_len=512, max_batch_size=12)
+    gpu, cpu = (
+        Engine.from_pretrained(path, device=device, config=sizes, adapters=own)
+        for device in ("cuda", "cpu")
+    )
+    for name in (None, *own):
+        found, wanted = gpu.score(PROMPTS[8], name).float().cpu(), cpu.score(PROMPTS[8], name)
+        assert (found - wanted).norm() / wanted.norm() < (0.03 if preset is None else 0.1), name
+    names = [None, "p", "q"] * 3
+    found = answers(gpu, names)
+    assert gpu.stats().hit_tokens > 0, "no beginning was found, not even that of a prefix"
+    plain = answers(gpu, [None] * len(PROMPTS))
+    changed = [a != b for a, b in zip(found, plain, strict=True)]
+    assert changed == [name is not None for name in names]
 
 
 def test_captured_steps_give_what_single_kernels_give(adapters):

@@ -14,7 +14,7 @@ from formats.tokenizer import load_tokenizer
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-from tests.adapters import write_adapter
+from tests.adapters import write_adapter, write_prefix
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PROMPTS = [list(range(5, 40)), [11, 4, 90], list(range(9, 200))]
@@ -110,6 +110,7 @@ def test_adapters(shared, scheme, make_model, make_quantized, tmp_path):
     base = make_model("llama", **MODEL)
     few = write_adapter(tmp_path / "few", base, 8, ("q_proj", "o_proj"), seed=1, scale=0.3)
     own = {"few": few, "all": write_adapter(tmp_path / "all", base, 40, seed=2, scale=0.1)}
+    own["prefix"] = write_prefix(tmp_path / "prefix", base, 9)
     path = make_quantized(base, scheme)
     found = adapted(path, 2, own, shared=shared, eager=shared)
     wanted = adapted(path, 1, own)

@@ -6,8 +6,8 @@ cache is that of `kernels.triton.attention.paged_cache`. The products are S^T = 
 P^T, where the small side, padded to 8, is the queries that share a KV head. The scale of K goes
 into the scores (that of a channel into q), the scale of V into the weights (of a token, times 2^8,
 which keeps them out of fp16's subnormal numbers) or the result. A sink is what the first run starts
-with: a maximum and a sum of one, of no value; so are sink tokens, whose K and V are floats beside
-the pages (`KVPool.sink_k`), with theirs.
+with: a maximum and a sum of one, of no value. Sink tokens, whose K and V are floats beside the
+pages (`KVPool.sink_k`), are what it ends with: they are on their way while it walks.
 
 A sequence's pages are cut into at most SPLITS equal runs, on the device, where lengths are;
 programs without a run end at once. The last program of a (sequence, head) to finish combines the
@@ -48,11 +48,16 @@ from kernels.triton.attention.paged_cache import (
     result,
     scale_kind,
     values_at,
-    with_sinks,
 )
 from kernels.triton.common import Workspace, overlap, require, wait
 from kernels.triton.tuning import KVSplit, kv_split
 from kernels.triton.versions import run_gluon
+
+
+@triton.constexpr_function
+def power_of_two(count):
+    """The next one."""
+    return triton.next_power_of_2(count)
 
 
 @triton.jit(do_not_specialize=["window", "width"])
@@ -110,14 +115,10 @@ def decode_kernel(
         slopes = tl.load(alibi + head * GROUP + h, mask=h < GROUP, other=0.0) * LOG2_E
     acc = tl.zeros([WIDE, PADDED], tl.float32)
     if SINKS > 0:
-        unit = lift_of(v_pages.dtype.element_ty)
-        if SCALES != PER_TOKEN:
-            unit = 1.0 / tl.load(v_scale + head)
         line = tl.load(tables + sequence * width).to(tl.int64) * HEADS + head
-        m, l, acc = with_sinks(  # noqa: E741
-            m, l, acc, asking, length - 1, tl.where(split == 0, oldest, SINKS), plain, softcap,
-            slopes, sink_k, sink_v, line, of_k, of_v, unit, DIM, SINKS, False,
-        )  # fmt: skip
+        own_k = sinks_at(sink_k, line, of_k, split == 0, DIM, SINKS)
+        own_v = sinks_at(sink_v, line, of_v, split == 0, DIM, SINKS)
+        oldest_sink = oldest
         oldest = tl.maximum(oldest, SINKS)
     for p in tl.range(first, tl.minimum(first + share, pages), num_stages=STAGES):
         page = tl.load(tables + sequence * width + p).to(tl.int64) * HEADS + head
@@ -125,6 +126,15 @@ def decode_kernel(
             m, l, acc, qt, factor, softcap, slopes, page, p * 64, t, oldest, length, k_pages,
             v_pages, k_scale, v_scale, DIM, SCALES,
         )  # fmt: skip
+    if SINKS > 0:  # noqa: SIM102  (known when compiled; the other is not)
+        if split == 0:
+            unit = lift_of(v_pages.dtype.element_ty)
+            if SCALES != PER_TOKEN:
+                unit = 1.0 / tl.load(v_scale + head)
+            m, l, acc = with_sinks(  # noqa: E741
+                m, l, acc, asking, own_k, own_v, length - 1, oldest_sink, plain, softcap, slopes,
+                unit, SINKS,
+            )  # fmt: skip
     last = runs == 1
     if SPLITS > 1:  # noqa: SIM102  (known when compiled; the other is not)
         if runs > 1:
@@ -173,6 +183,49 @@ def attend(
         weights = tl.where(seen[:, None], weights * lifted[:, None], 0.0)
     acc = acc * shrink[None, :]
     return top, l, tl.dot(v, weights.to(qt.dtype), acc)
+
+
+@triton.jit
+def sinks_at(sink, line, of, asked, DIM: tl.constexpr, SINKS: tl.constexpr):
+    """K or V of the tokens at the first SINKS positions, [SINKS rounded up, WIDE], as stored.
+
+    Args:
+        line: Number of the sequence's first page times heads, plus the head.
+        of: Channels of the tile.
+        asked: Whether they are read; there are zeros else.
+    """
+    n = tl.arange(0, power_of_two(SINKS))
+    places = (line * SINKS + n)[:, None] * DIM + of[None, :]
+    return tl.load(sink + places, mask=(n < SINKS)[:, None] & (of < DIM) & asked, other=0.0)
+
+
+@triton.jit
+def with_sinks(
+    m, l, acc, x, k, v, position, oldest, factor, softcap, slopes, unit,  # noqa: E741
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """(m, l, acc) after the tokens at the first SINKS positions, which are not quantized, in fp32.
+
+    Args:
+        x: Queries, fp32 [WIDE, PADDED].
+        k, v: What `sinks_at` gives.
+        position: Where the queries stand.
+        oldest: The first position that they see.
+        factor: Of scores, without the scales of K.
+        unit: What `acc` is in, a number of it for one of V.
+    """
+    at = tl.arange(0, k.shape[0])[:, None]
+    s = tl.sum(k.to(tl.float32)[:, :, None] * x[None, :, :], 1) * factor
+    if softcap is not None:
+        s = capped(s, softcap)
+    if slopes is not None:
+        s += slopes[None, :] * (at - position).to(tl.float32)
+    s = tl.where((at < SINKS) & (at <= position) & (at >= oldest), s, HIDDEN)
+    top = tl.maximum(m, tl.max(s, 0))
+    weights, shrink = tl.exp2(s - top[None, :]), tl.exp2(m - top)
+    l = l * shrink + tl.sum(weights, 0)  # noqa: E741
+    own = tl.sum(v.to(tl.float32)[:, :, None] * (weights * unit)[:, None, :], 0)
+    return top, l, acc * shrink[None, :] + own
 
 
 @triton.jit

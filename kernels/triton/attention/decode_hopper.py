@@ -140,12 +140,13 @@ def decode_kernel(
         unit = 1.0
     if not PER_TOKEN:
         unit = gl.load(v_scale + head)
-    if SINKS > 0:
-        line = gl.load(table).to(gl.int64) * HEADS + head
-        m, l, acc = with_sinks(  # noqa: E741
-            m, l, acc, q, rows, softmax_scale * LOG2_E, unit, split, length, sink_k, sink_v, line,
-            GROUP, V_TYPE, SINKS,
-        )  # fmt: skip
+    if SINKS > 0:  # noqa: SIM102  (known when compiled; the other is not)
+        if split == 0:
+            line = gl.load(table).to(gl.int64) * HEADS + head
+            m, l, acc = with_sinks(  # noqa: E741
+                m, l, acc, q, rows, softmax_scale * LOG2_E, unit, length, sink_k, sink_v, line,
+                GROUP, V_TYPE, SINKS,
+            )  # fmt: skip
     raw_v, of_k, of_v = page, page, page
     if PER_TOKEN and V_TYPE == INT4:
         of_k, of_v = scale_words(k_scale, page, MMA), scale_words(v_scale, page, MMA)
@@ -167,13 +168,13 @@ def decode_kernel(
 
 @gluon.jit
 def with_sinks(
-    m, l, acc, q, rows, factor, unit, split, length, sink_k, sink_v, line,  # noqa: E741
+    m, l, acc, q, rows, factor, unit, length, sink_k, sink_v, line,  # noqa: E741
     GROUP: gl.constexpr, V_TYPE: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    """(m, l, acc) of which the first warp of the first split has seen the sink tokens, in fp32.
+    """(m, l, acc) of the first split once its warps have seen the sink tokens, in fp32.
 
-    `kernels.triton.attention.paged_cache.with_sinks` in the layouts and units of this kernel:
-    `unit` is what the result will be multiplied by.
+    `kernels.triton.attention.paged_cache.with_sinks` in the layouts and units of this kernel: each
+    warp takes a token, or every WARPS-th; `unit` is what the result will be multiplied by.
     """
     MMA: gl.constexpr = acc.type.layout
     WARPS: gl.constexpr = acc.shape[0]
@@ -185,10 +186,11 @@ def with_sinks(
     if V_TYPE == INT4:
         unit = gl.where(channel < 64, 1.0 / LOW_UNIT, 1.0 / HIGH_UNIT)
         lift = 16.0  # 2^LIFTED_BITS
-    for n in gl.static_range(SINKS):
-        place = (line * SINKS + n) * 128 + channel
+    for first in gl.static_range(0, SINKS, WARPS):
+        n = gl.minimum(first + warp, SINKS - 1)
+        place = (line * SINKS + gl.expand_dims(n, 1)) * 128 + channel
         k, v = gl.load(sink_k + place).to(gl.float32), gl.load(sink_v + place).to(gl.float32)
-        own = (warp == 0) & (split == 0) & (n < length)
+        own = (first + warp < SINKS) & (n < length)
         s = gl.where(own, gl.sum(x.to(gl.float32) * k, 1) * factor, LOWEST)
         top = gl.maximum(m, s)
         shrink, weights = gl.exp2(m - top), gl.where(own, gl.exp2(s - top) * lift, 0.0)

@@ -117,45 +117,6 @@ def capped(s, softcap):
 
 
 @triton.jit
-def with_sinks(
-    m, l, acc, x, position, oldest, factor, softcap, slopes, sink_k, sink_v, line,  # noqa: E741
-    of_k, of_v, unit, DIM: tl.constexpr, SINKS: tl.constexpr, BY_ROW: tl.constexpr,
-):  # fmt: skip
-    """(m, l, acc) after the tokens at the first SINKS positions, which are not quantized, in fp32.
-
-    Args:
-        m, l, acc: Running maximum and sum [queries], result [queries, channels], or with its
-            dimensions exchanged where BY_ROW is false.
-        x: Queries, laid out as `acc`.
-        position: Where each query stands, or all of them do.
-        oldest: The first position that it sees.
-        factor: Of scores, without the scales of K.
-        line: Number of the sequence's first page times heads, plus the head.
-        of_k, of_v: Channels of `x` and of `acc`.
-        unit: What `acc` is in, a number of it for one of V.
-    """
-    for n in tl.static_range(SINKS):
-        at = (line * SINKS + n) * DIM
-        k = tl.load(sink_k + at + of_k, mask=of_k < DIM, other=0.0).to(tl.float32)
-        v = tl.load(sink_v + at + of_v, mask=of_v < DIM, other=0.0).to(tl.float32) * unit
-        s = tl.sum(x * (k[None, :] if BY_ROW else k[:, None]), 1 if BY_ROW else 0) * factor
-        if softcap is not None:
-            s = capped(s, softcap)
-        if slopes is not None:
-            s += slopes * (n - position).to(tl.float32)
-        s = tl.where((n <= position) & (n >= oldest), s, HIDDEN)
-        top = tl.maximum(m, s)
-        weights, shrink = tl.exp2(s - top), tl.exp2(m - top)
-        l = l * shrink + weights  # noqa: E741
-        if BY_ROW:
-            acc = acc * shrink[:, None] + weights[:, None] * v[None, :]
-        else:
-            acc = acc * shrink[None, :] + v[:, None] * weights[None, :]
-        m = top
-    return m, l, acc
-
-
-@triton.jit
 def finish(y, out, out_scale):
     """y in the type of `out`, quantized with one scale if that has eight bits."""
     TYPE: tl.constexpr = out.dtype.element_ty

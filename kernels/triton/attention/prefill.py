@@ -57,7 +57,6 @@ from kernels.triton.attention.paged_cache import (
     result,
     scale_kind,
     values_at,
-    with_sinks,
 )
 from kernels.triton.attention.prefill_runs import leave_run, store_rows
 from kernels.triton.common import Workspace, capability, overlap, require, wait
@@ -91,6 +90,39 @@ def tile_of(tile, query_start, decodes, S, QUERIES: tl.constexpr):
     count = tl.load(query_start + sequence + 1).to(tl.int32) - start
     first = (tile - (start - base) // QUERIES - (sequence - decodes)) * QUERIES
     return sequence, start, count, first
+
+
+@triton.jit
+def with_sinks(
+    m, l, acc, x, position, oldest, factor, softcap, slopes, sink_k, sink_v, line,  # noqa: E741
+    of_k, of_v, unit, DIM: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """(m, l, acc) after the tokens at the first SINKS positions, which are not quantized, in fp32.
+
+    Args:
+        x: Queries, fp32 [ROWS, WIDE].
+        oldest: The first position that each of them sees.
+        factor: Of scores, without the scales of K.
+        line: Number of the sequence's first page times heads, plus the head.
+        of_k, of_v: Channels of `x` and of `acc`.
+        unit: What `acc` is in, a number of it for one of V.
+    """
+    for n in tl.static_range(SINKS):
+        at = (line * SINKS + n) * DIM
+        k = tl.load(sink_k + at + of_k, mask=of_k < DIM, other=0.0).to(tl.float32)
+        v = tl.load(sink_v + at + of_v, mask=of_v < DIM, other=0.0).to(tl.float32) * unit
+        s = tl.sum(x * k[None, :], 1) * factor
+        if softcap is not None:
+            s = capped(s, softcap)
+        if slopes is not None:
+            s += slopes * (n - position).to(tl.float32)
+        s = tl.where((n <= position) & (n >= oldest), s, HIDDEN)
+        top = tl.maximum(m, s)
+        weights, shrink = tl.exp2(s - top), tl.exp2(m - top)
+        l = l * shrink + weights  # noqa: E741
+        acc = acc * shrink[:, None] + weights[:, None] * v[None, :]
+        m = top
+    return m, l, acc
 
 
 @triton.jit
@@ -211,7 +243,7 @@ def prefill_kernel(
         line = tl.load(table).to(tl.int64) * HEADS + head
         m, l, acc = with_sinks(  # noqa: E741
             m, l, acc, asking, position, oldest, plain, softcap, slopes, sink_k, sink_v, line, of_k,
-            of_v, unit, DIM, SINKS, True,
+            of_v, unit, DIM, SINKS,
         )  # fmt: skip
     if WINDOWED:
         whole = tl.maximum(old + first + 1 - window, 0) // TOKENS  # where the walk begins

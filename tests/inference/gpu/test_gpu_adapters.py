@@ -9,7 +9,7 @@ from formats.adapters import read_lora
 from formats.families.registry import block_names
 from inference.models.adapters import lay_out
 from inference.requests.request import SamplingParams
-from tests.adapters import write_adapter
+from tests.adapters import write_adapter, write_prefix
 from tests.inference.gpu.test_gpu import engine_of, prompt
 from tests.kernels.triton_lab import interpreted
 
@@ -62,6 +62,29 @@ def one_batch(path: str, adapters: dict[str, Path]):
     plain = engine.generate(prompts, params)
     changed = [a.logprobs != b.logprobs for a, b in zip(together, plain, strict=True)]
     assert changed == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("preset", [None, "a8w8c8", "c4"])
+def test_prefixes(tmp_path, make_model, make_quantized, preset):
+    """Of more than a block; c4 turns keys, takes their means away, and scales each token."""
+    base = make_model("llama", layers=1)
+    folder = base if preset is None else make_quantized(base, preset)
+    own = {"p": write_prefix(tmp_path / "p", base, 70), "q": write_prefix(tmp_path / "q", base, 5)}
+    compare(str(folder), own, 0.03 if preset is None else 0.1)
+    mix_prefixes(str(folder), own)
+
+
+@interpreted
+def mix_prefixes(path: str, own: dict[str, Path]):
+    engine, params = engine_of(path), SamplingParams(max_tokens=4, ignore_eos=True, logprobs=1)
+    for name, folder in own.items():
+        engine.load_adapter(name, folder)
+    prompts = [prompt(5 + 7 * i, seed=i) for i in range(4)]
+    each = [params.model_copy(update={"adapter": name}) for name in (None, "p", "q", "p")]
+    together = engine.generate(prompts, each)
+    engine.check_integrity()
+    for tokens, own_params, found in zip(prompts, each, together, strict=True):
+        assert engine.generate([tokens], own_params)[0].token_ids == found.token_ids
 
 
 def test_what_another_rank_has_no_memory_for_is_taken_back(make_model, adapters):

@@ -23,7 +23,7 @@ from inference.parallel.gpu import device_store
 from inference.parallel.group import Progress
 from inference.parallel.loader import join
 from inference.requests.request import SamplingParams
-from tests.adapters import write_adapter
+from tests.adapters import write_adapter, write_prefix
 from tests.inference.gpu.test_gpu import checkpoint_of, prompt
 from tests.inference.parallel.host_ranks import host_side
 from tests.kernels.triton_lab import interpreted
@@ -97,6 +97,7 @@ def test_adapters(preset, head_dim, tmp_path):
     path = checkpoint_of(tmp_path, preset, head_dim=head_dim)
     few = write_adapter(tmp_path / "few", Path(path), 4, ("q_proj", "o_proj"), seed=1, scale=0.3)
     own = {"few": few, "all": write_adapter(tmp_path / "all", Path(path), 20, seed=2, scale=0.3)}
+    own["prefix"] = write_prefix(tmp_path / "prefix", Path(path), 9)
     compare_adapted(path, own)
 
 

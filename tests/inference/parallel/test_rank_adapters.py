@@ -150,13 +150,10 @@ def held(monkeypatch) -> dict[object, dict[int, int]]:
 
 def test_what_is_refused_is_left_on_no_rank(tmp_path, tiny_llama, make_model, held):
     other = write_adapter(tmp_path / "other", make_model("llama", hidden_size=64))
-    prefix = write_prefix(tmp_path / "prefix", tiny_llama, 4)
     own = write_adapter(tmp_path / "own", tiny_llama, scale=0.5)
     with engine_on(tiny_llama, 2, {}) as engine:
         with pytest.raises(CheckpointError, match="of another base"):
             engine.load_adapter("a", other)
-        with pytest.raises(EngineError, match="prefix tuning runs on a CPU, in one process"):
-            engine.load_adapter("a", prefix)
         with pytest.raises(RequestError, match="allowed are letters"):
             engine.load_adapter("a b", own)
         assert not held
@@ -165,6 +162,25 @@ def test_what_is_refused_is_left_on_no_rank(tmp_path, tiny_llama, make_model, he
         assert [slots[0] > 0 for slots in held.values()] == [True, True]
         engine.unload_adapter("a")
         assert list(held.values()) == [{0: 0}, {0: 0}]
+
+
+@pytest.mark.parametrize(("ranks", "preset"), [(2, None), (4, None), (2, "a8w8c8")])
+def test_prefixes(ranks, preset, tmp_path, make_model, make_quantized):
+    """Each rank's cache takes K and V of its heads, which with four ranks two have together."""
+    base, tokens = make_model("llama", tie_word_embeddings=False), ids(60)
+    path = base if preset is None else make_quantized(base, preset)
+    both = {"p": write_prefix(tmp_path / "p", base, 70), "a": adapters_of(tmp_path, base)["few"]}
+    one = Engine.from_pretrained(path, adapters=both)
+    with engine_on(path, ranks, both, max_model_len=256) as engine:
+        for name in (None, *both):
+            wanted = one.score(tokens, name)
+            bound = 1e-4 if preset is None else ROUNDED
+            assert (engine.score(tokens, name) - wanted).abs().max() < bound, name
+        each = [with_adapter(name, GREEDY) for name in ("p", "a", None) * 2]
+        found = engine.generate([ids(7 + 9 * i, seed=i) for i in range(6)], each)
+        engine.check_integrity()
+    wanted = one.generate([ids(7 + 9 * i, seed=i) for i in range(6)], each)
+    assert [own.token_ids for own in found] == [own.token_ids for own in wanted]
 
 
 @pytest.mark.parametrize("full", [0, 1])
