@@ -25,6 +25,7 @@ from kernels.numerics import TYPES, choose_scale, expand_scale
 from kernels.two_level import two_level
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.float_model import FloatModel, stored_tensors
+from ptq.methods.common.positions import Positions
 from ptq.pipeline.measure import CACHES, cache_ratios
 from ptq.result import ModuleRow
 
@@ -208,6 +209,7 @@ def _kv_scales(
             observer,
             by_channel=by_channel[role],
             mean=means.get(role),
+            positions=work.positions,
         )
         for role in CACHES
     }
@@ -241,16 +243,18 @@ def kv_scale(
     *,
     by_channel: bool,
     mean: Tensor | None,
+    positions: Positions | None,
 ) -> tuple[Tensor, float]:
     """Static scale of K or V, and the share of values that it cuts off.
 
     Channels are scaled by their absmax, whatever the observer: a channel has no histogram. fp8
-    keys less their `mean` [kv heads, D] are bounded by both, as they are and centred, which costs a
-    float at most a bit of its exponent.
+    keys less their `mean` [kv heads, D] are bounded by both, as they are and centred, at all
+    `positions`, which costs a float at most a bit of its exponent.
     """
     kind = TYPES[spec.dtype_of(role)]
     if mean is not None:
-        bound = stats.channel_absmax + mean.abs().float()
+        reach = stats.channel_absmax if positions is None else positions.reach(stats.channel_absmax)
+        bound = reach + mean.abs().float()
         if spec.granularity == "per_tensor":
             bound = bound.reshape(1, -1)
         return choose_scale(bound if by_channel else bound.amax(1), kind), 0.0

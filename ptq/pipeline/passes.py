@@ -14,8 +14,9 @@ from formats.families.sizes import heads_of, turning_pairs
 from formats.modeling.layers import common_inputs, structure_of
 from ptq.methods.common.block import BlockWork, quantized_block
 from ptq.methods.common.events import Event
-from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.float_model import FloatModel, config_of
 from ptq.methods.common.method import Method
+from ptq.methods.common.positions import Positions
 from ptq.pipeline.observing import Pass
 from ptq.pipeline.team import Team
 from ptq.plan.plan import Plan
@@ -35,6 +36,10 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
     else:
         head = heads_of(config).size
     cache = None if block.attention is None else plan.recipe.cache_of(block.name)
+    pairs = () if family is None else turning_pairs(family, config, index)
+    positions = None
+    if family is not None and cache is not None and (cache.center_keys or cache.compensate_keys):
+        positions = Positions.of_layer(family, config_of(checkpoint), index, pairs)
     return BlockWork(
         block=block,
         scheme=plan.recipe.scheme.model_copy(update={"kv_cache": cache}),
@@ -43,9 +48,10 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
         common_input=common_inputs(config, block.name, tuple(block.linears)),
         groups=tuple(group for group in plan.smoothing if group.block == block.name),
         head_dim=head,
-        pairs=() if family is None else turning_pairs(family, config, index),
+        pairs=pairs,
         input_observer=plan.recipe.observers.input,
         dtype_of=checkpoint.dtype,
+        positions=positions,
     )
 
 

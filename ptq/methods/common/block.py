@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from formats.stored.weights import StoredWeight
     from ptq.methods.common.fisher import WeightedMoments
     from ptq.methods.common.moments import Moments
+    from ptq.methods.common.positions import Positions
 with later():
     import torch
     from torch import nn
@@ -94,6 +95,7 @@ class BlockWork:
         smoothing: What was chosen for each smoothing group.
         before_feed_forward: Full name of the norm between the residual stream and the feed-forward
             layer; None where no smoothing group tells.
+        positions: Where K and Q may stand in a context; None where windows show it all.
     """
 
     block: DecoderBlock
@@ -118,6 +120,7 @@ class BlockWork:
     events: list[Event] = field(default_factory=list)
     smoothing: list[SmoothingRow] = field(default_factory=list)
     before_feed_forward: str | None = None
+    positions: Positions | None = None
 
     def __post_init__(self) -> None:
         if self.before_feed_forward is None:  # else of the whole block, where this is a part of it
@@ -211,16 +214,18 @@ class BlockWork:
         )
 
     def key_mean(self) -> Tensor:
-        """Mean of each channel of K, after RoPE, as K is now: fp64 [kv heads, D]."""
+        """Mean of each channel of K in a context, after RoPE, as K is now: fp64 [kv heads, D]."""
         seen = self.observed(self.block.attended, "k_cache")
         assert seen.channel_sum is not None, "the cache's scheme does not ask for it"
-        return seen.channel_sum / seen.tokens
+        mean = seen.channel_sum / seen.tokens
+        return mean if self.positions is None else self.positions.mean(mean)
 
     def query_moments(self) -> Tensor:
-        """Second moments of the queries that read K, as both are now: fp64 [kv heads, D, D]."""
+        """Second moments of the queries that read K in a context: fp64 [kv heads, D, D]."""
         seen = self.observed(self.block.attended, "k_cache")
         assert seen.query_moments is not None, "the cache's scheme does not ask for them"
-        return seen.query_moments / seen.tokens
+        moments = seen.query_moments / seen.tokens
+        return moments if self.positions is None else self.positions.moments(moments)
 
     def divide(self, name: str, role: str, factor: Tensor) -> None:
         """Tell that a tensor is from now on divided by `factor`, fp64 of its channels.
