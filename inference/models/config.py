@@ -15,8 +15,8 @@ from formats.families.family import Family, LatentAttention, QKNorm
 from formats.families.registry import family_of
 from formats.families.sizes import LatentSizes, heads_of, latent_sizes, needed, rotary_order
 from formats.modeling.config import transformers_config
+from formats.modeling.rotary import Growth, Rotary, read_growth, read_rotary
 from inference.models.model import KVHeads
-from inference.models.rotary import Growth, Rotary, read_growth, read_rotary
 from kernels.activations import Activation, Clamped
 
 NEEDED = (

@@ -8,7 +8,7 @@ Experts run once each, on the rows that their router chose for them.
 Frequencies of rotary embeddings may depend on how long a sequence is. transformers changes them
 when the longest sequence of a batch grows past a length: in a batch of several requests that would
 turn the keys of one by the length of another. Here they are chosen once, when the model is loaded,
-as `inference.models.rotary` documents: LongRoPE's short ones where no request may be longer than
+as `formats.modeling.rotary` documents: LongRoPE's short ones where no request may be longer than
 the length that the model was first trained on, else the long ones; those of dynamic NTK scaling are
 the first ones, since no request is longer than the model's positions.
 """

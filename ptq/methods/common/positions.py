@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 with later():
     import torch
 
-    from inference.models import rotary
+    from formats.modeling import rotary
 
 WINDOW = 128  # tokens; offsets are about as dense below it as at 0
 OFFSETS = 4096  # of which means are taken

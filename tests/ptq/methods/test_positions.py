@@ -26,8 +26,10 @@ def test_they_are_those_of_windows_that_begin_later(make_model, family, layer):
     config = AutoConfig.from_pretrained(make_model(family, **TINY.get(family, {}) | own))
     model = AutoModelForCausalLM.from_config(config)
     values, declared = config.to_dict(), find_family(config.to_dict())
+    assert declared is not None
     pairs = turning_pairs(declared, values, layer)
     found = Positions.of_layer(declared, config, layer, pairs)
+    assert found is not None
     share = (torch.arange(OFFSETS, dtype=torch.float64) + 0.5) / OFFSETS
     offsets = (WINDOW * ((3000 / WINDOW) ** share - 1)).round().long()
     kinds = getattr(config, "layer_types", None)

@@ -183,9 +183,10 @@ def test_moments_are_those_of_all_queries_that_read_a_head(make_model, tmp_path,
     read = [attention_reads(work, sample) for sample in range(len(work.block.inputs))]
     k, q = (torch.cat(x).double() for x in zip(*read, strict=True))
     own = q.unflatten(1, (k.shape[1], -1))  # [tokens, kv heads, group, D]
-    wanted = torch.einsum("thgi,thgj->hij", own, own) / len(k)
+    assert work.positions is not None
+    wanted = work.positions.moments(torch.einsum("thgi,thgj->hij", own, own) / len(k))
     torch.testing.assert_close(work.query_moments(), wanted, rtol=1e-4, atol=1e-5)
-    factors = torch.linspace(1, 2, k.shape[2]).double().expand(k.shape[1:])
+    factors = torch.linspace(1, 2, k.shape[2]).double()[list(work.pairs)].expand(k.shape[1:])
     work.divide(work.block.attended, "k_cache", factors)
     scaled = wanted * factors[:, :, None] * factors[:, None]
     torch.testing.assert_close(work.query_moments(), scaled, rtol=1e-4, atol=1e-5)
