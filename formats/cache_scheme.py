@@ -48,12 +48,14 @@ class KVCacheSpec(Strict):
     costs nothing.
     """
     center_keys: bool = False
-    """Whether the mean of each channel of K over the calibration data is subtracted before K is
-    quantized. All products of a query with keys of its head shrink by one number then, which the
+    """Whether the mean of each channel of K is subtracted before K is quantized: over the
+    calibration data, at all positions of a context (of a model that no family declares, at those of
+    the data). All products of a query with keys of its head shrink by one number then, which the
     softmax does not see: it costs nothing (Zhang et al., "SageAttention", arXiv 2410.02367, section
-    4.2). fp8 keys, whose error goes with their magnitude, lose half as much so; int8 and int4 keys
-    have scales `per_token_head` then. Where attention bounds its logits, has sinks or caches
-    latents, a scheme named as a whole leaves keys as they are, and `true` is refused.
+    4.2). fp8 keys, whose error goes with their magnitude, lose less so after a few hundred tokens;
+    int8 and int4 keys have scales `per_token_head` then. Where attention bounds its logits, has
+    sinks or caches latents, a scheme named as a whole leaves keys as they are, and `true` is
+    refused.
     """
 
     compensate_keys: bool = False

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from formats.errors import CheckpointError
 from formats.namespace import later
 
 if TYPE_CHECKING:
@@ -55,12 +56,19 @@ class Positions:
     def of_layer(
         cls, family: Family, config: PretrainedConfig, layer: int, pairs: Sequence[int]
     ) -> Positions | None:
-        """Those of a layer of a declared family; None where nothing turns or no limit is known.
+        """Those of a layer of a declared family.
 
         Args:
             pairs: Of `formats.families.sizes.turning_pairs`.
+
+        Returns:
+            None where nothing turns, or by angles that the family does not know, or no limit of a
+            context is known.
         """
-        own, text = rotary.read_rotary(family, config)[layer], config.get_text_config()
+        try:
+            own, text = rotary.read_rotary(family, config)[layer], config.get_text_config()
+        except CheckpointError:
+            return None
         longest = own.original_positions or getattr(text, "max_position_embeddings", None) or 0
         if not len(own.frequency) or longest <= WINDOW:
             return None
