@@ -173,7 +173,7 @@ def with_sinks(
 ):  # fmt: skip
     """(m, l, acc) of the first split once its warps have seen the sink tokens, in fp32.
 
-    `kernels.triton.attention.paged_cache.with_sinks` in the layouts and units of this kernel: each
+    `kernels.triton.attention.decode.with_sinks` in the layouts and units of this kernel: each
     warp takes a token, or every WARPS-th; `unit` is what the result will be multiplied by.
     """
     MMA: gl.constexpr = acc.type.layout

@@ -238,7 +238,7 @@ def with_sinks(
 ):  # fmt: skip
     """(m, l, o) of half of the rows after the sink tokens, in fp32.
 
-    `kernels.triton.attention.paged_cache.with_sinks` in the layouts of this kernel; `unit` is what
+    `kernels.triton.attention.prefill.with_sinks` in the layouts of this kernel; `unit` is what
     the result will be multiplied by.
     """
     ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
