@@ -108,7 +108,7 @@ class Adapters:
         return len(self._prefixes[slot]) if slot in self._prefixes else 0
 
     def tokens(self, fill: Fill) -> CachedTokens:
-        """Those of them that a part of the cache is to hold."""
+        """The tokens of an adapter's prefix that a part of the cache is to hold."""
         return self._prefixes[fill.adapter].tokens(fill.start, fill.slots)
 
     def slot_of(self, name: str) -> int:

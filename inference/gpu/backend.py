@@ -211,10 +211,11 @@ class TritonBackend(OneProcess):
         device, count = self.device, len(tokens.slots)
         slots = torch.tensor(tokens.slots, dtype=torch.int32, device=device)
         places = torch.arange(tokens.start, tokens.start + count, dtype=torch.int32, device=device)
-        cos = torch.ones(count, tokens.keys.shape[3], device=device)
+        cos = torch.ones(count, tokens.keys.shape[3], device=device)  # keys are rotated already
+        sin = torch.zeros_like(cos)
         keys, values = tokens.keys.to(device), tokens.values.to(device)
         for k, v, pool in zip(keys, values, pools, strict=True):
-            rope_write(k, k, v, cos, torch.zeros_like(cos), pool, slots, places=places)
+            rope_write(k, k, v, cos, sin, pool, slots, places=places)
 
     def ran_out(self, error: Exception) -> bool:
         """Whether that is said of memory that is too small: the GPU's."""

@@ -24,11 +24,11 @@ from formats.checkpoint.read import Checkpoint
 from formats.families.names import EMBEDDING, FINAL_NORM, HEAD
 from formats.families.registry import block_names
 from formats.memory import release_freed_memory
+from inference.models.channel_order import with_divided_input
 from inference.models.config import ModelConfig
 from inference.models.layers import L, LayerFactory, X
 from inference.models.parts import Layer, PartLoader
 from inference.models.read import read_linear
-from inference.models.rotary import with_divided_input
 from inference.models.shapes import check_shapes
 from kernels.numerics import dequantize
 

@@ -18,9 +18,9 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.family import LatentAttention
 from formats.families.sizes import LatentSizes
+from inference.models.channel_order import Channels, with_rows
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import StoredLinear, read_linear
-from inference.models.rotary import Channels, with_rows
 from kernels.numerics import dequantize
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.family import LatentAttention
+from inference.models.channel_order import held_heads, held_rows
 from inference.models.config import ModelConfig
 from inference.models.feed_forward import FeedForward, load_feed_forward
 from inference.models.latent import LatentProjections, load_latent
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import StoredLinear, read_linear
-from inference.models.rotary import held_heads, held_rows
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Layer(Generic[L, X]):
     """Weights of one decoder block.
 
     Norms' weights are as they multiply (1 + w where a family's norms do so), and the channels of
-    each head of q and k lie as rotation in two halves wants them (`inference.models.rotary`).
+    each head of q and k are ordered as rotation in two halves wants them
+    (`inference.models.channel_order`).
 
     Attributes:
         cos: fp32 [longest, D], of the rotation of q and k; shared by the layers that turn alike.

@@ -56,7 +56,7 @@ from kernels.triton.versions import run_gluon
 
 @triton.constexpr_function
 def power_of_two(count):
-    """The next one."""
+    """The next one, of a number that is known when the kernel is compiled."""
     return triton.next_power_of_2(count)
 
 
@@ -118,7 +118,7 @@ def decode_kernel(
         line = tl.load(tables + sequence * width).to(tl.int64) * HEADS + head
         own_k = sinks_at(sink_k, line, of_k, split == 0, DIM, SINKS)
         own_v = sinks_at(sink_v, line, of_v, split == 0, DIM, SINKS)
-        oldest_sink = oldest
+        first_seen = oldest
         oldest = tl.maximum(oldest, SINKS)
     for p in tl.range(first, tl.minimum(first + share, pages), num_stages=STAGES):
         page = tl.load(tables + sequence * width + p).to(tl.int64) * HEADS + head
@@ -132,7 +132,7 @@ def decode_kernel(
             if SCALES != PER_TOKEN:
                 unit = 1.0 / tl.load(v_scale + head)
             m, l, acc = with_sinks(  # noqa: E741
-                m, l, acc, asking, own_k, own_v, length - 1, oldest_sink, plain, softcap, slopes,
+                m, l, acc, asking, own_k, own_v, length - 1, first_seen, plain, softcap, slopes,
                 unit, SINKS,
             )  # fmt: skip
     last = runs == 1

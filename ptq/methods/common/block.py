@@ -95,7 +95,8 @@ class BlockWork:
         smoothing: What was chosen for each smoothing group.
         before_feed_forward: Full name of the norm between the residual stream and the feed-forward
             layer; None where no smoothing group tells.
-        positions: Where K and Q may stand in a context; None where windows show it all.
+        positions: Where K and Q may stand in a context; None where their statistics are to be those
+            of the windows.
     """
 
     block: DecoderBlock

@@ -34,7 +34,7 @@ with later():
 
     from formats.modeling import rotary
 
-WINDOW = 128  # tokens; offsets are about as dense below it as at 0
+NEAR = 128  # positions; offsets are about as dense up to here as at 0
 OFFSETS = 4096  # of which means are taken
 
 
@@ -43,13 +43,20 @@ class Positions:
     """The offsets of windows in a context, for the heads of one layer.
 
     Attributes:
-        cos: Of each channel's angle at each offset, fp64 [OFFSETS, D]; 1 where none turns.
-        sin: The same; 0 where none turns.
+        cos: Mean over the offsets of the cosine of each channel's angle, fp64 [D]; 1 where none
+            turns.
+        sin: The same of sines; 0 where none turns.
+        cos_cos: Sums over the offsets of products of two channels' cosines, fp64 [D, D].
+        sin_cos: Of a channel's sine, by rows, and another one's cosine.
+        sin_sin: Of two channels' sines.
         turn: A quarter turn of all pairs, fp64 [D, D]: R(o) k = cos k + sin (turn k).
     """
 
     cos: Tensor
     sin: Tensor
+    cos_cos: Tensor
+    sin_cos: Tensor
+    sin_sin: Tensor
     turn: Tensor
 
     @classmethod
@@ -70,28 +77,30 @@ class Positions:
         except CheckpointError:
             return None
         longest = own.original_positions or getattr(text, "max_position_embeddings", None) or 0
-        if not len(own.frequency) or longest <= WINDOW:
+        if not len(own.frequency) or longest <= NEAR:
             return None
         share = (torch.arange(OFFSETS, dtype=torch.float64) + 0.5) / OFFSETS
-        offsets = (WINDOW * ((longest / WINDOW) ** share - 1)).round()
+        offsets = (NEAR * ((longest / NEAR) ** share - 1)).round()
         number, size = torch.tensor(pairs), len(pairs)
         turning = torch.bincount(number)[number] == 2
         frequency = torch.zeros(size, dtype=torch.float64)
         frequency[turning] = own.frequency.double()[number[turning]]
         angle = offsets[:, None] * frequency
+        cos, sin = angle.cos(), angle.sin()
         partner = (number[:, None] == number) & ~torch.eye(size, dtype=torch.bool)
-        return cls(angle.cos(), angle.sin(), partner.double().tril() - partner.double().triu())
+        turn = partner.double().tril() - partner.double().triu()
+        return cls(cos.mean(0), sin.mean(0), cos.T @ cos, sin.T @ cos, sin.T @ sin, turn)
 
     def mean(self, x: Tensor) -> Tensor:
         """That of keys whose mean within windows is x, fp64 [heads, D]."""
-        return self.cos.mean(0) * x + self.sin.mean(0) * (x @ self.turn.T)
+        return self.cos * x + self.sin * (x @ self.turn.T)
 
     def moments(self, x: Tensor) -> Tensor:
         """Those of queries whose second moments within windows are x, fp64 [heads, D, D]."""
         turned = self.turn @ x
-        mixed = (self.sin.T @ self.cos) * turned
-        found = (self.cos.T @ self.cos) * x + mixed + mixed.mT
-        return (found + (self.sin.T @ self.sin) * (turned @ self.turn.T)) / len(self.cos)
+        mixed = self.sin_cos * turned
+        found = self.cos_cos * x + mixed + mixed.mT
+        return (found + self.sin_sin * (turned @ self.turn.T)) / OFFSETS
 
     def reach(self, x: Tensor) -> Tensor:
         """A bound of keys whose largest magnitudes within windows are x, [heads, D]."""

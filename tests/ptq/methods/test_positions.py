@@ -12,7 +12,7 @@ from formats.families.sizes import turning_pairs
 from inference.config import EngineConfig
 from inference.engine import Engine
 from ptq.api import quantize
-from ptq.methods.common.positions import OFFSETS, WINDOW, Positions
+from ptq.methods.common.positions import NEAR, OFFSETS, Positions
 from tests.ptq.quantizing import edit_model
 from tests.tiny_families import TINY
 
@@ -31,7 +31,7 @@ def test_they_are_those_of_windows_that_begin_later(make_model, family, layer):
     found = Positions.of_layer(declared, config, layer, pairs)
     assert found is not None
     share = (torch.arange(OFFSETS, dtype=torch.float64) + 0.5) / OFFSETS
-    offsets = (WINDOW * ((3000 / WINDOW) ** share - 1)).round().long()
+    offsets = (NEAR * ((3000 / NEAR) ** share - 1)).round().long()
     kinds = getattr(config, "layer_types", None)
     kind = {"layer_type": kinds[layer]} if family == "gemma3_text" else {}
     k = torch.randn(1, 2, 1, len(pairs))
