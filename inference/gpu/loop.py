@@ -10,7 +10,8 @@ drafts are made, which follow known tokens), the step on its way is waited for f
 step of drafts, since where tokens go next depends on how many of them are accepted: all else of
 the step that follows is planned and written while it runs (`Prepared`). Who waits for a place is
 admitted with what is free by then: a step later than it could be, at the most. A step of many
-tokens of prompts is waited for, too, so that who arrives meanwhile is in the next.
+tokens of prompts is waited for, too, and so is any of prompts while others are expected beside a
+long one, so that who arrives meanwhile is in the next.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class DeviceLoop:
     def _may_run_ahead(self) -> bool:
         """Whether the next step is known without the tokens of the last, but for their ids."""
         scheduler, now = self._scheduler, self._on_its_way
-        if now is not None and (now.work.drafts.any() or now.work.prompt_tokens > LONG):
+        long = 0 if scheduler.hurried else LONG
+        if now is not None and (now.work.drafts.any() or now.work.prompt_tokens > long):
             return False
         if now is not None and scheduler.wants_drafts:  # (without one, all tokens are known)
             return False

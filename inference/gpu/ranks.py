@@ -92,6 +92,10 @@ class StepRanks(Protocol):
         """Wait until this rank's GPU has done all; RuntimeError where a kernel gave up waiting."""
         ...
 
+    def agree(self, fits: bool) -> bool:
+        """Whether something fits on every rank; all ask at the same point."""
+        ...
+
     def share(self, chosen: Tensor) -> Tensor:
         """The first rank's tokens: int64 of a shape that all know; called in every step."""
         ...

@@ -233,8 +233,8 @@ class GpuRunner:
         self._device, self._on_gpu = device, device.type == "cuda"
         places = len(batch.names)
         self._graphs = graphs and self._on_gpu and self._asks_nothing(decodes_of(places - 1))
-        alone = self._graphs and ranks is None
-        self._most = most_tokens(model.weight_bytes / max(1, len(pools)) if alone else None)
+        layer = model.weight_bytes / max(1, len(pools)) if self._graphs else None
+        self._most = most_tokens(layer, 1 if ranks is None else ranks.count)
         self._tokens = torch.zeros(places, dtype=torch.int64, device=self._device)
         self._blocks = HostBlocks(pinned=self._on_gpu)
         self._edits = EditTables(batch, device, pinned=self._on_gpu)
@@ -517,12 +517,18 @@ class GpuRunner:
             return None
         if size not in self._captured and self._must_wait(size):
             return None
+        new = size not in self._captured
         try:
-            return self._graph_of(size)
+            captured = self._graph_of(size)
         except RuntimeError as error:
-            if self._ranks is not None or not (size.prompts and ran_out(error)):
+            if not (size.prompts and ran_out(error)):
                 raise
+            captured = None
             torch.cuda.empty_cache()  # of the attempt
+        if new and size.prompts and self._ranks is not None:  # all replay it, or none does
+            captured = captured if self._ranks.agree(captured is not None) else None
+        if captured is None:
+            self._captured.pop(size, None)
             if not self._short:  # once: other sizes are likely to lack it too
                 log.warning(
                     "%s: no memory for the CUDA graph of a step of %d tokens of prompts; such "
@@ -531,7 +537,7 @@ class GpuRunner:
                     size.tokens,
                 )
             self._short.add(size)
-            return None
+        return captured
 
     def _must_wait(self, size: Size) -> bool:
         """Whether transformers' code asks the host during a step; then no step is captured."""

@@ -18,6 +18,7 @@ LEAST = 128  # tokens of so many
 MOST_TOKENS = 2048  # of them; launching a step of more takes less than running it
 LARGEST = 8192  # the same of small layers
 LAUNCHED = 4e11  # bytes of a layer times tokens that run in 1.5 ms, which a host takes to launch it
+ON_RANKS = 4  # times so many, where every sum over ranks waits for the slowest of several hosts
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,21 @@ def drafts_of(sequences: int, drafts: int) -> Size:
     return replace(decodes_of(pieces[0] * pieces[1]), pieces=pieces)
 
 
-def most_tokens(layer_bytes: float | None) -> int:
-    """Tokens of prompts up to which steps are padded, of a model whose layers have so many bytes:
-    a power of two, at which launching one kernel by kernel takes longer than running it; None where
-    steps are not captured, or on several ranks.
+def most_tokens(layer_bytes: float | None, ranks: int = 1) -> int:
+    """Tokens of prompts up to which steps are padded: a power of two, at which launching one kernel
+    by kernel takes longer than running it.
 
-    With 8,192 tokens, SmolLM2-135M's step took an H100 27 to 66 ms kernel by kernel.
+    With 8,192 tokens, SmolLM2-135M's step took an H100 27 to 66 ms kernel by kernel, and that of
+    Llama-3-8B's shape in a8w8 two H200s 117 to 132 ms, 72 as a graph.
+
+    Args:
+        layer_bytes: Of a rank's part of a layer; None where steps are not captured.
+        ranks: How many there are.
     """
     if layer_bytes is None:
         return MOST_TOKENS
-    fits = max(1, int(LAUNCHED / max(layer_bytes, 1)))
+    launched = LAUNCHED * (ON_RANKS if ranks > 1 else 1)
+    fits = max(1, int(launched / max(layer_bytes, 1)))
     return min(max(MOST_TOKENS, 1 << (fits.bit_length() - 1)), LARGEST)
 
 

@@ -272,6 +272,11 @@ class PlannedSteps(StepRanks):
         self._group.check()
 
     @override
+    def agree(self, fits: bool) -> bool:
+        with self._group.progress.waiting():
+            return bool(self._group.smallest(int(fits)))
+
+    @override
     def gather(self, part: Tensor) -> Tensor:
         sizes = [part.numel()] * self.count
         return self._group.side_by_side(part.view(1, -1), sizes).view(-1, *part.shape)

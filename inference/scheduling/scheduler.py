@@ -31,9 +31,11 @@ from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.prefix_tree import Key
 from inference.scheduling.prompt_share import (
+    SOON,
     Prompt,
     PromptRate,
     in_pieces,
+    is_long,
     rounded_down,
     share_tokens,
 )
@@ -92,6 +94,7 @@ class Scheduler:
         self._kept = 0  # places that running sequences keep for forks
         self._arrived = 0
         self._yielded = False  # whether the oldest prompt let shorter ones by in the last step
+        self._hurried = -1  # steps for which others are still expected beside a long prompt
 
     @cached_property
     def order(self) -> Ints:
@@ -245,6 +248,11 @@ class Scheduler:
         if self._target_s is not None:
             self._rate.note(work.decodes, work.prompt_tokens, seconds)
             self.beside_decodes = rounded_down(self._rate.tokens_in(self._target_s))
+
+    @property
+    def hurried(self) -> bool:
+        """Whether a shorter prompt was beside a long one in one of the last steps."""
+        return self._hurried >= 0
 
     @property
     def unhindered(self) -> bool:
@@ -411,10 +419,14 @@ class Scheduler:
         room = self.max_batched_tokens - decodes
         if decodes and self.beside_decodes is not None:
             room = min(room, self.beside_decodes)
+        long = [is_long(prompt, room) for prompt in prompts]
+        self._hurried = SOON if any(long) and not all(long) else max(-1, self._hurried - 1)
         self._yielded = len(prompts) > 1 and not self._yielded
         if self._states is not None:
             room = min(max(room, self._states.piece), self.max_batched_tokens - decodes)
-        shares = share_tokens(prompts, room, span=self.span, yielding=self._yielded)
+        shares = share_tokens(
+            prompts, room, span=self.span, yielding=self._yielded, hurried=self.hurried
+        )
         if self._states is not None:
             going = [s for s, count in zip(self.running, left.tolist(), strict=True) if count > 1]
             ends = [sequence.prompt for sequence in (*going, *waiting)]

@@ -11,7 +11,7 @@ position o has the same K and Q, turned by R(o). Means over offsets follow witho
 
     E[R(o) k] = mean_o R(o) E[k],    E[R(o) q q^T R(o)^T] = mean_o R(o) E[q q^T] R(o)^T
 
-Offsets are spaced evenly in log(128 + o), up to the longest context: most requests are short, and
+Offsets are spaced evenly in log(64 + o), up to the longest context: most requests are short, and
 long ones are not forgotten.
 """
 
@@ -34,7 +34,7 @@ with later():
 
     from formats.modeling import rotary
 
-NEAR = 128  # positions; offsets are about as dense up to here as at 0
+NEAR = 64  # positions; offsets are about as dense up to here as at 0
 OFFSETS = 4096  # of which means are taken
 
 

@@ -121,7 +121,8 @@ def test_sizes():
 def test_small_layers_are_worth_larger_graphs():
     """Those of SmolLM2-135M, of 1 B, and of 8 B, in int8."""
     assert [most_tokens(n) for n in (5e6, 7e7, 2.2e8)] == [8192, 4096, 2048]
-    assert most_tokens(None) == MOST_TOKENS
+    assert most_tokens(None) == most_tokens(None, 2) == MOST_TOKENS
+    assert [most_tokens(n, 2) for n in (1.1e8, 4.3e8)] == [8192, 2048]  # 8 B and 70 B in int8
     assert size_of(some_work(0, [40] * 60, 0), 4096) == Size(0, MANY, 3072)
 
 

@@ -142,7 +142,7 @@ def alone(count: int) -> float:
 @pytest.mark.parametrize("count", [128, 600, 2000])
 def test_a_short_prompt_does_not_wait_for_a_long_one_that_hardly_notices(count):
     scheduler = scheduler_of(2000, max_batched_tokens=2048)
-    found = finish_times(scheduler, {0: ("long", 60_000), 7: ("short", count)}, 64)
+    found = finish_times(scheduler, {0: ("long", 60_000), 7: ("short", count)}, 128)
     waited = found["short", "first"] - found["short", "arrival"]
     assert waited <= 2.1 * alone(count)
     assert found["long", "first"] <= 1.1 * alone(60_000)
@@ -157,6 +157,24 @@ def test_a_stream_of_short_prompts_leaves_a_long_one_half_of_the_time():
         found[name, "first"] - found[name, "arrival"] for name, what in found if what == "first"
     ]
     assert len(waits) > 290
+
+
+def test_steps_of_a_long_prompt_are_short_while_others_come():
+    """A sixteenth of a step, until nobody has come for a while."""
+    scheduler, sizes = scheduler_of(2000, max_batched_tokens=2048), []
+    added(scheduler, "long", list(range(60_000)))
+    for number in range(100):
+        if number % 9 == 5 and number < 50:
+            added(scheduler, str(number), [number] * 100)
+        sizes.append(step(scheduler))
+        for sequence in list(scheduler.running):
+            if len(sequence) > sequence.prompt:
+                scheduler.remove(sequence)
+    part = {"long": 128}
+    assert sizes[4:7] == [{"long": 1024}, {"5": 100}, part]
+    assert sizes[41] == {"41": 100}
+    assert sizes[42:66] == [part] * 24
+    assert sizes[66:] == [{"long": 1024}] * 34
 
 
 def test_among_waiting_prompts_the_oldest_is_not_passed_for_ever():
