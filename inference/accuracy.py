@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -185,6 +185,26 @@ def score(original: Scorer, quantized: Scorer, ids: Tensor, number: int) -> Sequ
     if not torch.isfinite(found.nll_original + found.nll_quantized + found.kl).all():
         raise EngineError(f"{where}: {_not_finite(*both)}")
     return found
+
+
+def score_long(original: Any, quantized: Any, ids: Tensor, start: int) -> Accuracy:
+    """Compare two engines on the predictions from a position on of one long text, whose logits are
+    never there at once.
+
+    Args:
+        original: An `inference.engine.Engine`.
+        quantized: Another one, with steps of as many tokens.
+        ids: Token ids, int64 [T].
+        start: The first position.
+    """
+    found, at = list[SequenceScores](), 0
+    for p, q in zip(original.score_parts(ids), quantized.score_parts(ids), strict=True):
+        targets = ids[at + 1 : at + 1 + len(p)]
+        scores = compare_predictions(p[: len(targets)], q[: len(targets)], targets)
+        found.append(scores.part(max(0, start - at), len(targets)))
+        at += len(p)
+    own = (torch.cat([getattr(s, f.name) for s in found]) for f in fields(SequenceScores))
+    return summarize([SequenceScores(*own)])
 
 
 def compare_logits(original: Tensor, quantized: Tensor, ids: Tensor) -> SequenceScores:

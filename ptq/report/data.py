@@ -147,6 +147,8 @@ class ReportData(Strict):
         budget: What was chosen for a budget, and from what; None where the recipe has none.
         attribution: Where the loss comes from, or why that was not measured.
         also: Accuracy on text of another kind; None where there is none.
+        further: Accuracy on tokens that stand further in one text than the evaluation's windows
+            reach; None where the cache is not quantized, or there is no text of that length.
         states: What kept states in int8 cost, which `accuracy` includes; None without any.
     """
 
@@ -176,6 +178,7 @@ class ReportData(Strict):
     attribution: Attribution | str = "the recipe says `attribution: false`"
     known: Known | None = None
     also: AlsoMeasured | None = None
+    further: Accuracy | None = None
     states: KeptStates | None = None
 
 

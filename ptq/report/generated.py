@@ -47,6 +47,7 @@ def complete(
     """
     longest = original.config.max_model_len
     assert longest is not None
+    longest = min(longest, max(map(len, sequences), default=longest))
     new = min(COMPLETED, longest // 2)
     prompts = [ids[: min(COMPLETED, longest - new)].tolist() for ids in sequences]
     params = SamplingParams(max_tokens=new)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from calibrate.data import TokenSet, load_tokens
@@ -18,7 +19,7 @@ from formats.errors import CheckpointError, EngineError
 from formats.modeling.layers import attention_names, block_names
 from formats.namespace import later
 from formats.tokenizer import load_tokenizer
-from inference.accuracy import Accuracy, compare
+from inference.accuracy import Accuracy, compare, score_long
 from inference.bench.figures import environment, measure_in_turns
 from inference.bench.load import Load, run_once
 from inference.config import EngineConfig
@@ -63,6 +64,7 @@ with later():
     from ptq.evaluate import evaluation  # lm-eval, which only tasks need
 
 DRAFTED = 8  # sequences
+LONG = 4096  # tokens of a text that shows what a cache loses beyond the evaluation's windows
 MOVED = 0.1  # of the whole loss; an unrounded model that differs more is not the original
 UNDECLARED = "what each part of a block is follows from a declaration of the model's family"
 NOT_THE_SAME = (
@@ -141,7 +143,8 @@ def _run_both(
     """Those fields of the report's data that the two models give, by name."""
     report, sequences = plan.recipe.report, evaluation.sequences()
     devices = report_devices(plan.recipe)
-    config = engine_config(evaluation, report.speed)
+    far = _long_text(plan, sequences)
+    config = engine_config(evaluation, report.speed, 0 if far is None else len(far))
     with watch.phase("loading both models"):
         original, quantized = _both(result, plan, config, devices[0])
     loaded = {devices[0]: (original, quantized)}
@@ -155,6 +158,9 @@ def _run_both(
     with watch.phase("comparison"):
         accuracy, other = known or compared(evaluation), evaluation.also
         also = other and AlsoMeasured(text=CalibrationSummary.of(other), accuracy=compared(other))
+        further = None
+        if far is not None:
+            further = score_long(original, quantized, far, max(map(len, sequences)))
         states = _kept_states(quantized, sequences)
         loaded.clear()
     with watch.phase("speed"):
@@ -174,6 +180,7 @@ def _run_both(
     measured: dict[str, Any] = {
         "accuracy": accuracy,
         "also": also,
+        "further": further,
         "states": states,
         "speed": speed,
         "completions": completions,
@@ -249,15 +256,35 @@ def spread(sequences: Sequence[Tensor], most: int) -> list[Tensor]:
     return [sequences[i * len(sequences) // count] for i in range(count)]
 
 
+def long_text(sequences: Sequence[Tensor], longest: int) -> Tensor | None:
+    """Half of all tokens, but at most `LONG` and as many as a context has: sequences one after
+    another, the token that all begin with once. None where that is hardly longer than one."""
+    rest = sequences[1:]
+    same = all(ids[0] == sequences[0][0] for ids in rest)
+    text = torch.cat([sequences[0], *(ids[same:] for ids in rest)])
+    length = min(LONG, longest, len(text) // 2)
+    return text[:length] if length >= 2 * max(map(len, sequences)) else None
+
+
+def _long_text(plan: Plan, sequences: Sequence[Tensor]) -> Tensor | None:
+    """`long_text` of a run; None also where the cache is not quantized."""
+    if plan.recipe.scheme.kv_cache is None:
+        return None
+    config = Checkpoint.open(plan.recipe.model.folder).config
+    text = config.get("text_config") or config
+    return long_text(sequences, text.get("max_position_embeddings") or LONG)
+
+
 def attributed(sequences: Sequence[Tensor], spec: AttributionSpec) -> list[Tensor]:
     """The starts of some sequences, on which every part of the loss is measured."""
     return [ids[: spec.tokens] for ids in spread(sequences, spec.sequences)]
 
 
-def engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig:
-    """Room for the longest sequence, and for the measurement of speed at once."""
+def engine_config(evaluation: TokenSet, speed: SpeedSpec | None, far: int = 0) -> EngineConfig:
+    """Room for the longest sequence, one of `far` tokens too, and for the measurement of speed at
+    once."""
     both = (evaluation, evaluation.also or evaluation)
-    longest = max(2, *(tokens.ids.shape[1] for tokens in both))
+    longest = max(2, far, *(tokens.ids.shape[1] for tokens in both))
     places, blocks = 1, 1
     if speed is not None:
         total = speed.prompt_tokens + speed.new_tokens

@@ -39,7 +39,7 @@ from ptq.report.parts.run import (
     scales_section,
     size_and_speed_section,
 )
-from ptq.report.verdict import check_rows, summary_rows, verdict_of
+from ptq.report.verdict import check_rows, strange_original, summary_rows, verdict_of
 from ptq.result import CalibrationSummary, QuantizationResult
 from ptq.search.search import Ordered
 
@@ -84,6 +84,8 @@ def top_of(data: ReportData) -> Top:
 def in_a_line(data: ReportData) -> str:
     """Verdict and advice for a terminal, such as `Green: every threshold holds. ...`."""
     parts = [verdict_of(data).headline]
+    if doubt := strange_original(data.accuracy):
+        parts.append(f"Careful: {doubt}.")
     shares = shares_of(data)
     if len(shares) > 1:
         kind, share = next(iter(shares.items()))

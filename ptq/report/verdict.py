@@ -22,6 +22,7 @@ from ptq.report.page import Cells, Table
 from ptq.text import percent, size_text
 
 UNEVEN = 1.5  # times as much, which one kind of text may lose
+STRANGE = 1000  # perplexity of a model that text means nothing to
 FEWEST_SEQUENCES, FEWEST_TOKENS = 8, 2000  # below these, intervals themselves are not to be trusted
 
 
@@ -110,10 +111,24 @@ def _margin(check: Check, ends: Interval | None, known: Known | None) -> str:
     return f"{text} by {distance / half:.2g} times half that interval's width"
 
 
+def strange_original(accuracy: Accuracy) -> str:
+    """What is wrong where the original itself does not know the text; "" where it does."""
+    found = accuracy.perplexity_original
+    if found <= STRANGE:
+        return ""
+    return (
+        f"the original itself has a perplexity of {found:,.0f} on this text: its tokenizer may not "
+        "be the one it was trained with (does it put the token first that texts begin with?), or "
+        "the text is of no kind that it knows. The loss says little then"
+    )
+
+
 def _doubts(data: ReportData, unsure: list[Check]) -> Iterator[str]:
     a = data.accuracy
     if data.quantization.calibration.warning:
         yield data.quantization.calibration.warning
+    if doubt := strange_original(a):
+        yield doubt
     if data.also is not None:
         yield from _other_kind(data.also, data)
     few = a.sequences < FEWEST_SEQUENCES or a.tokens < FEWEST_TOKENS
@@ -122,6 +137,12 @@ def _doubts(data: ReportData, unsure: list[Check]) -> Iterator[str]:
             f"{a.sequences} sequences with {a.tokens:,} predictions are too few to trust: give at "
             f"least {FEWEST_SEQUENCES} sequences and {FEWEST_TOKENS:,} predictions "
             "(dataset.evaluation.samples)"
+        )
+    if data.further is not None and data.further.kl_mean > UNEVEN * a.kl_mean > 0:
+        times = data.further.kl_mean / a.kl_mean
+        yield (
+            f"{further_name(data)} of a text lose {times:.1f} times what "
+            "shorter texts do: the cache loses more far into a context; `ptq certify` shows where"
         )
     if not unsure:
         return
@@ -193,10 +214,18 @@ def summary_rows(data: ReportData) -> list[Cells]:
 
 
 def _also_rows(data: ReportData) -> list[Cells]:
-    """The same of text of another kind, if there is one."""
-    if data.also is None:
-        return []
-    return [(f"mean KL, {data.also.text.kind}", "", f"{data.also.accuracy.kl_mean:.2g}", "")]
+    """The same of text of another kind, and further into a text, if there are."""
+    found = {} if data.also is None else {data.also.text.kind: data.also.accuracy}
+    if data.further is not None:
+        found[further_name(data)] = data.further
+    return [(f"mean KL, {name}", "", f"{own.kl_mean:.2g}", "") for name, own in found.items()]
+
+
+def further_name(data: ReportData) -> str:
+    """What `further` was measured on, such as `tokens 512 to 4,096`."""
+    assert data.further is not None
+    start = data.accuracy.positions[-1].end + 1
+    return f"tokens {start:,} to {start + data.further.tokens:,}"
 
 
 def check_rows(data: ReportData) -> Table:

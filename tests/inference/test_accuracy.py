@@ -17,6 +17,7 @@ from inference.accuracy import (
     percentile_interval,
     resampled_sums,
     score,
+    score_long,
     summarize,
 )
 from inference.config import EngineConfig
@@ -103,6 +104,20 @@ def test_positions_are_parts_of_the_whole():
     ]
     whole = sum(b.kl_mean * b.tokens for b in accuracy.positions) / accuracy.tokens
     assert whole == pytest.approx(accuracy.kl_mean, rel=1e-12)
+
+
+@pytest.mark.parametrize("start", [0, 3, 12, 20])
+def test_a_long_text_is_compared_a_step_at_a_time(start):
+    """Eight tokens each; its figures are those of the whole from a position on."""
+    (ids,) = some_sequences((30,))
+    both = engines(0.4)
+    for engine in both:
+        engine.score_parts = lambda ids, engine=engine: iter(engine.score(ids).split(8))
+    whole = summarize([score(*both, ids, 0).part(start, 29)])
+    found = score_long(*both, ids, start)
+    assert found.tokens == 29 - start
+    assert found.kl_mean == pytest.approx(whole.kl_mean, rel=1e-12)
+    assert found.perplexity_ratio == pytest.approx(whole.perplexity_ratio, rel=1e-12)
 
 
 def test_chunks_do_not_change_a_result(monkeypatch):

@@ -37,12 +37,13 @@ from ptq.report import comparison
 from ptq.report.data import ReportData, check_thresholds, failure
 from ptq.report.generated import DraftPair
 from ptq.report.inspection import OutlierRow, distinct_inputs
-from ptq.report.measure import spread
+from ptq.report.measure import long_text, spread
 from ptq.report.page import Table
 from ptq.report.parts import accuracy as accuracy_part
 from ptq.report.parts.loss import READERS, grid_of
 from ptq.report.report import (
     draw_plots,
+    in_a_line,
     make_report,
     render_html,
     render_markdown,
@@ -494,6 +495,39 @@ def test_few_tokens_are_a_doubt_whatever_they_say(made):
     assert first.startswith("4 sequences with 188 predictions are too few to trust")
     shown = render_markdown(made.data)
     assert "- **Careful**: 4 sequences with 188 predictions" in shown
+
+
+def test_an_original_that_does_not_know_the_text_is_a_doubt(made):
+    """As where its tokenizer was converted without its BOS token."""
+    for perplexity, doubted in ((20.4, False), (30_510.0, True)):
+        accuracy = made.data.accuracy.model_copy(update={"perplexity_original": perplexity})
+        data = made.data.model_copy(update={"accuracy": accuracy})
+        assert ("a perplexity of 30,510" in " ".join(verdict_of(data).doubts)) is doubted
+        assert ("Careful: the original itself" in in_a_line(data)) is doubted
+
+
+def test_the_text_that_shows_what_a_cache_loses_far_into_a_context():
+    """The first token of all sequences is in it once; half of all tokens, within a context."""
+    sequences = [torch.tensor([9, 10 * i, 10 * i + 1]) for i in range(1, 8)]
+    text = long_text(sequences, 100)
+    assert text is not None
+    assert text.tolist() == [9, 10, 11, 20, 21, 30, 31]
+    assert len(long_text(sequences, 6)) == 6
+    assert long_text(sequences, 5) is None
+    assert long_text(sequences[:3], 100) is None
+    others = [torch.tensor([i, i]) for i in range(6)]
+    assert long_text(others, 100).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("far", "doubted"), [(1.0, False), (1.4, False), (1.6, True)])
+def test_what_is_lost_far_into_a_context_is_a_doubt(made, far, doubted):
+    accuracy = made.data.accuracy
+    further = accuracy.model_copy(update={"kl_mean": far * accuracy.kl_mean, "tokens": 300})
+    data = made.data.model_copy(update={"further": further})
+    start = accuracy.positions[-1].end + 1
+    said = f"tokens {start} to {start + 300} of a text lose 1.6 times"
+    assert (said in " ".join(verdict_of(data).doubts)) is doubted
+    assert f"mean KL, tokens {start} to {start + 300}" in {row[0] for row in summary_rows(data)}
 
 
 def test_the_ratio_has_a_tick_at_one_and_at_its_threshold(made):
