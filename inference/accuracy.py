@@ -34,6 +34,7 @@ SEED = 0
 TOP = 5
 CHUNK_ELEMENTS = 1 << 20  # logits widened to fp64 at a time: 8 MB, which caches hold
 FIRST_BUCKET = 16
+STRANGE = 1000  # perplexity of a model that a text means nothing to
 
 Interval = tuple[float, float]
 

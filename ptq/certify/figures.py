@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from formats.scheme import Strict
+from inference.accuracy import STRANGE
 from ptq.certify.statistics import (
     Floats,
     Interval,
@@ -280,13 +281,26 @@ def overall(figures: Sequence[Figure]) -> tuple[Light, str]:
     by = {light: [f for f in figures if f.verdict == light] for light in ("red", "amber", "green")}
     untested = sum(f.verdict == "untested" for f in figures)
     rest = f"; {untested} untested, as the original itself cannot do them" if untested else ""
+    rest += f".{_strange_original(figures)}"
     for light in ("red", "amber"):
         if by[light]:
             names = ", ".join(f.name for f in by[light])
-            return light, f"{light.capitalize()}: {names} of {len(figures)} figures{rest}."
+            return light, f"{light.capitalize()}: {names} of {len(figures)} figures{rest}"
     if not by["green"]:
         return "untested", "Untested: there was nothing that the original can do."
-    return "green", f"Green: all {len(by['green'])} figures with a limit keep it{rest}."
+    return "green", f"Green: all {len(by['green'])} figures with a limit keep it{rest}"
+
+
+def _strange_original(figures: Sequence[Figure]) -> str:
+    """A sentence where texts mean nothing to the original, as with another model's tokenizer."""
+    known = [f.original for f in figures if f.name.startswith("perplexity.at_")]
+    least = min((x for x in known if x is not None), default=0.0)
+    if least <= np.log(STRANGE):
+        return ""
+    return (
+        f" Careful: the original itself has a perplexity of {np.exp(least):,.0f} or more on these "
+        "texts; its tokenizer may not be the one it was trained with."
+    )
 
 
 def mean_by(

@@ -15,14 +15,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from inference.accuracy import Accuracy, Interval
+from inference.accuracy import STRANGE, Accuracy, Interval
 from ptq.report.data import LABELS, AlsoMeasured, Check, ReportData
 from ptq.report.known import MARGIN, Known, beside_margin
 from ptq.report.page import Cells, Table
 from ptq.text import percent, size_text
 
 UNEVEN = 1.5  # times as much, which one kind of text may lose
-STRANGE = 1000  # perplexity of a model that text means nothing to
 FEWEST_SEQUENCES, FEWEST_TOKENS = 8, 2000  # below these, intervals themselves are not to be trusted
 
 

@@ -101,6 +101,17 @@ def test_a_model_that_is_no_worse_is_hardly_ever_red(loss: float) -> None:
         assert lights.count("green") > 100
 
 
+def test_an_original_that_texts_mean_nothing_to_is_named() -> None:
+    figures = [f for f in judge(rows(0, loss=0.1, flips=0.0)) if f.name.startswith("perplexity")]
+    assert figures
+    assert "Careful" not in overall(figures)[1]
+    figures = [figure.model_copy(update={"original": 10.0}) for figure in figures]
+    assert overall(figures)[1].endswith(
+        "Careful: the original itself has a perplexity of 22,026 or more on these texts; its "
+        "tokenizer may not be the one it was trained with."
+    )
+
+
 def test_a_worse_model_is_red_and_the_verdict_names_what_tells() -> None:
     light, told = overall(judge(rows(0, loss=3.0, flips=0.0)))
     assert light == "red"
