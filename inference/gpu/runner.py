@@ -397,10 +397,20 @@ class GpuRunner:
         self._captured.clear()
 
     def replay(self, sequences: int, times: int) -> None:
-        """Launch the graph of a decode step of so many sequences again and again."""
-        graph = self._graph_of(decodes_of(sequences)).graph
-        for _ in range(times):
-            graph.replay()
+        """Launch the graph of a decode step of so many sequences again and again; its kernels one by
+        one where steps are not captured."""
+        size = decodes_of(sequences)
+        if self._graphs:
+            graph = self._graph_of(size).graph
+            for _ in range(times):
+                graph.replay()
+            return
+        with launches_on(self._device):
+            self._workspace = workspace_on(self._device)
+            block = self._planned(Work.nothing(self._batch), size)[0].block
+            x = self._uploaded(size, block)
+            for _ in range(times):
+                self._run(x, size)
 
     def _moved(self, indices: Tensor) -> Tensor:
         """Indices on the device, without waiting."""

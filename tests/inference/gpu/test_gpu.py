@@ -76,6 +76,15 @@ def test_logits_are_those_of_the_cpu(tmp_path, scheme):
     compare(path, 0.1 if scheme in COARSE else 0.03)
 
 
+@interpreted
+def test_steps_that_are_not_captured_are_replayed_kernel_by_kernel(tmp_path):
+    """Rows for nobody, which leave the cache as it is."""
+    engine = engine_of(checkpoint_of(tmp_path, "a8w8c8"))
+    before = [pool.k.clone() for pool in engine.pools]
+    engine.loop.replay(2, 2)
+    assert all(torch.equal(pool.k, k) for pool, k in zip(engine.pools, before, strict=True))
+
+
 @pytest.mark.parametrize("experts", [False, True])
 def test_rows_of_sink_tokens_have_scales_of_their_own(
     tmp_path, make_model, make_quantized, experts
