@@ -6,7 +6,7 @@ What torch's own has no place for runs in plain torch: bounded logits, sinks, bi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ _QUERIES = "ptq_on_queries"
 OnKV = Callable[[Tensor, Tensor], None]
 OnGradient = Callable[[str, Tensor], None]
 Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Watched = AbstractContextManager[None]
 
 
-@contextmanager
-def watched(attention: nn.Module, on_kv: OnKV | None, cache: Cache | None) -> Iterator[None]:
+def watched(attention: nn.Module, on_kv: OnKV | None, cache: Cache | None) -> Watched:
     """For a while, show what an attention module caches, or replace what it reads.
 
     Args:
@@ -37,7 +37,22 @@ def watched(attention: nn.Module, on_kv: OnKV | None, cache: Cache | None) -> It
         on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim].
         cache: Makes of the same what attention reads of them.
     """
-    given = {_CALLBACK: on_kv, _CACHE: cache}
+    return _left_on(attention, {_CALLBACK: on_kv, _CACHE: cache})
+
+
+def watched_queries(attention: nn.Module, on_queries: Callable[[Tensor], None]) -> Watched:
+    """For a while, show the queries of an attention module by the KV head that they read.
+
+    Args:
+        attention: As in `watched`.
+        on_queries: Called with Q after RoPE [samples, kv heads, queries of each, tokens, head_dim].
+    """
+    return _left_on(attention, {_QUERIES: on_queries})
+
+
+@contextmanager
+def _left_on(attention: nn.Module, given: dict[str, Any]) -> Iterator[None]:
+    """For a while, have on a module what of this is not None; `_attend` looks there."""
     names = [name for name, callback in given.items() if callback is not None]
     for name in names:
         setattr(attention, name, given[name])
@@ -48,58 +63,40 @@ def watched(attention: nn.Module, on_kv: OnKV | None, cache: Cache | None) -> It
             delattr(attention, name)
 
 
-@contextmanager
-def watched_queries(attention: nn.Module, on_queries: Callable[[Tensor], None]) -> Iterator[None]:
-    """For a while, show the queries of an attention module by the KV head that they read.
-
-    Args:
-        attention: As in `watched`.
-        on_queries: Called with Q after RoPE [samples, kv heads, queries of each, tokens, head_dim].
-    """
-    setattr(attention, _QUERIES, on_queries)
-    try:
-        yield
-    finally:
-        delattr(attention, _QUERIES)
-
-
-@contextmanager
-def watched_latent(
-    attention: nn.Module, names: LatentAttention, on_kv: OnKV | None
-) -> Iterator[None]:
+def watched_latent(attention: nn.Module, names: LatentAttention, on_kv: OnKV | None) -> Watched:
     """For a while, show what a module of latent attention caches; see `watched`.
 
     In the place of K stands the rotated part of the keys [tokens, 1, rotated], the pairs that turn
     together in two halves; in that of V the latent after its norm [tokens, 1, rank].
     """
     if on_kv is None:
-        yield
-        return
-    norm = attention.get_submodule(names.kv_norm)
-    rows = attention.get_submodule(names.kv_a).get_parameter("weight").shape[0]
-    rotated, latents = rows - len(norm.get_parameter("weight")), list[Tensor]()
+        return nullcontext()
+    rotated, latents = _rotated(attention, names), list[Tensor]()
 
     def on_keys(k: Tensor, _: Tensor) -> None:
-        part = k[:, :1, -rotated:]  # all heads have the same
-        if names.watched_pairs == "interleaved":
-            part = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        part = _in_halves(k[:, :1, -rotated:], names)  # all heads have the same
         on_kv(part, latents.pop().flatten(0, -2)[:, None])
 
-    def on_latent(_: nn.Module, __: tuple[Tensor, ...], latent: Tensor) -> None:
-        latents.append(latent)
+    return _latent_shown(attention, names, latents.append, watched(attention, on_keys, None))
 
-    handle = norm.register_forward_hook(on_latent)
+
+@contextmanager
+def _latent_shown(
+    attention: nn.Module, names: LatentAttention, on_latent: Callable[[Any], None], also: Watched
+) -> Iterator[None]:
+    """For a while, show the latents of a module after their norm."""
+    norm = attention.get_submodule(names.kv_norm)
+    handle = norm.register_forward_hook(lambda _, __, latent: on_latent(latent))
     try:
-        with watched(attention, on_keys, None):
+        with also:
             yield
     finally:
         handle.remove()
 
 
-@contextmanager
 def watched_gradients(
     attention: nn.Module, names: LatentAttention | None, on_gradient: OnGradient
-) -> Iterator[None]:
+) -> Watched:
     """For a while, show the gradients of what an attention module caches, when they come.
 
     Args:
@@ -115,31 +112,31 @@ def watched_gradients(
             v.register_hook(lambda g: on_gradient("v_cache", g))
             return k, v
 
-        with watched(attention, None, show):
-            yield
-        return
-    norm = attention.get_submodule(names.kv_norm)
-    rows = attention.get_submodule(names.kv_a).get_parameter("weight").shape[0]
-    rotated = rows - len(norm.get_parameter("weight"))
+        return watched(attention, None, show)
+    rotated = _rotated(attention, names)
+
+    def on_keys(g: Tensor) -> None:
+        part = g[..., -rotated:].sum(dim=1, keepdim=True)  # which all heads share
+        on_gradient("k_cache", _in_halves(part, names))
 
     def show_keys(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        k.register_hook(lambda g: on_gradient("k_cache", _in_halves(g, rotated, names)))
+        k.register_hook(on_keys)
         return k, v
 
-    def show_latent(_: nn.Module, __: tuple[Tensor, ...], latent: Tensor) -> None:
+    def show_latent(latent: Tensor) -> None:
         latent.register_hook(lambda g: on_gradient("v_cache", g.flatten(0, -2)[:, None]))
 
-    handle = norm.register_forward_hook(show_latent)
-    try:
-        with watched(attention, None, show_keys):
-            yield
-    finally:
-        handle.remove()
+    return _latent_shown(attention, names, show_latent, watched(attention, None, show_keys))
 
 
-def _in_halves(g: Tensor, rotated: int, names: LatentAttention) -> Tensor:
-    """Gradient [tokens, 1, rotated] of the part that all heads [tokens, heads, D] share."""
-    part = g[..., -rotated:].sum(dim=1, keepdim=True)
+def _rotated(attention: nn.Module, names: LatentAttention) -> int:
+    """How many channels of its keys turn, the last ones."""
+    rows = attention.get_submodule(names.kv_a).get_parameter("weight").shape[0]
+    return rows - len(attention.get_submodule(names.kv_norm).get_parameter("weight"))
+
+
+def _in_halves(part: Tensor, names: LatentAttention) -> Tensor:
+    """What turns of keys [..., rotated], the pairs that turn together in two halves."""
     if names.watched_pairs == "interleaved":
         part = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return part

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from calibrate.attention import (
-    Cache,
-    OnGradient,
-    OnKV,
-    watched,
-    watched_gradients,
-    watched_latent,
-)
+from calibrate.attention import Cache, OnGradient, OnKV, watched, watched_gradients, watched_latent
 from calibrate.handed import Handed, Rows
 from calibrate.transfers import TOGETHER, neighbours, passed_through, run_size, stacked, to_host
 from formats.errors import CheckpointError, RecipeError
@@ -76,12 +69,7 @@ class DecoderBlock:
         self._paths = {own: path for path, own in self._names.items()}
         self.inputs = inputs
         self.quantized_inputs = quantized_inputs
-        self.linears = {
-            self._names[path]: part
-            for path, part in module.named_modules()
-            if isinstance(part, nn.Linear)
-        }
-        self.handed = handed
+        self.linears, self.handed = self._linears_of(module), handed
 
     def to(self, device: torch.device) -> Self:
         """The block as it is now, to be run beside this one; on one device they share weights."""
@@ -89,13 +77,12 @@ class DecoderBlock:
         own = (*self.module.parameters(), *self.module.buffers())
         moved = {id(tensor): _on(tensor, device) for tensor in own}
         other.module, other.device = copy.deepcopy(self.module, moved), device
-        other.linears = {
-            self._names[path]: part
-            for path, part in other.module.named_modules()
-            if isinstance(part, nn.Linear)
-        }
-        other.handed = self.handed.to(device)
+        other.linears, other.handed = self._linears_of(other.module), self.handed.to(device)
         return other
+
+    def _linears_of(self, module: nn.Module) -> dict[str, nn.Linear]:
+        parts = module.named_modules()
+        return {self._names[path]: part for path, part in parts if isinstance(part, nn.Linear)}
 
     @property
     def declared(self) -> Family:
@@ -356,8 +343,8 @@ class DecoderBlock:
     ) -> Iterator[None]:
         first = self.sinks
         with ExitStack() as stack:
-            if on_input is not None:
-                for name, linear in self.linears.items():
+            for name, linear in self.linears.items():
+                if on_input is not None:
 
                     def hook(_: nn.Module, args: tuple[Tensor], name: str = name) -> None:
                         x = args[0]
@@ -366,8 +353,7 @@ class DecoderBlock:
                             on_sinks(name, x[..., :first, :].flatten(0, -2))
 
                     stack.callback(linear.register_forward_pre_hook(hook).remove)
-            if on_product is not None:
-                for name, linear in self.linears.items():
+                if on_product is not None:
 
                     def ran(_: nn.Module, args: Any, out: Any, name: str = name) -> None:
                         if isinstance(out, Tensor):  # not a router's choice

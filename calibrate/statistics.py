@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -27,8 +28,8 @@ AFTER = " after "  # in a role, before the method that had changed the block whe
 class Statistics(MutableMapping[Key, TensorStatistics]):
     """Statistics by module and role, such as `("model.layers.0.mlp.up_proj", "input")`."""
 
-    def __init__(self) -> None:
-        self._of: dict[Key, TensorStatistics] = {}
+    def __init__(self, of: Mapping[Key, TensorStatistics] = MappingProxyType({})) -> None:
+        self._of = dict(of)
         self._open: dict[Key, Accumulator] = {}
 
     def __getitem__(self, key: Key) -> TensorStatistics:
@@ -89,27 +90,16 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
 
     def below(self, name: str) -> Statistics:
         """Those of a module and of the modules in it."""
-        part = Statistics()
-        for (module, role), stats in self.items():
-            if f"{module}.".startswith(f"{name}."):
-                part[module, role] = stats
-        return part
+        return Statistics({k: own for k, own in self.items() if f"{k[0]}.".startswith(f"{name}.")})
 
     def marked(self, stage: str) -> Statistics:
         """The same, as seen after a method has changed the block: under `<role> after <stage>`."""
-        part = Statistics()
-        for (module, role), stats in self.items():
-            part[module, f"{role}{AFTER}{stage}"] = stats
-        return part
+        return Statistics({(m, f"{role}{AFTER}{stage}"): own for (m, role), own in self.items()})
 
     def at(self, stage: str = "") -> Statistics:
         """What was seen after a method had changed the block; of the original model for ''."""
-        part = Statistics()
-        for (module, role), stats in self.items():
-            plain, _, after = role.partition(AFTER)
-            if after == stage:
-                part[module, plain] = stats
-        return part
+        parts = ((module, *role.partition(AFTER), own) for (module, role), own in self.items())
+        return Statistics({(m, plain): own for m, plain, _, after, own in parts if after == stage})
 
     def save(self, path: Path) -> None:
         """Write the file; it is replaced at once or not at all."""
@@ -137,9 +127,7 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
             for name, array in arrays.items():
                 module, role, kind = name.rsplit("/", 2)
                 states.setdefault((module, role), {})[kind] = array
-            restored = cls()
-            for key, state in states.items():
-                restored[key] = TensorStatistics.from_state(state)
+            restored = cls({k: TensorStatistics.from_state(own) for k, own in states.items()})
         except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: not a statistics file ({error}). Run the recipe again to write it"

@@ -195,9 +195,8 @@ class BlockStream:
         assert hidden is not None
         streams = len(hidden) if hidden.dim() == 4 else None
         filled = handed_empty(first[0].kwargs)
-        for handed, rows in zip(
-            self._handed, rows_of_blocks(self._found, filled, streams), strict=True
-        ):
+        each = rows_of_blocks(self._found, filled, streams)
+        for handed, rows in zip(self._handed, each, strict=True):
             handed.rows = rows
         self._embed(ids.flip(0), recorders)
         found = []

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -103,7 +103,8 @@ class Workers:
                 if self._stop.is_set():
                     return
                 try:
-                    with _current(self.devices[worker]):
+                    device = self.devices[worker]
+                    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                         results[i] = tasks[i].run(worker)
                 except _StoppedError:
                     return
@@ -195,16 +196,6 @@ def shares(costs: Sequence[float], workers: int) -> list[int]:
         places[i] = min(range(workers), key=lambda w: (until[w], w))
         until[places[i]] += costs[i]
     return places
-
-
-@contextmanager
-def _current(device: torch.device) -> Iterator[None]:
-    """Let a thread's kernels go to a device."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield
 
 
 def samples_of(worker: int, count: int, workers: int) -> list[int]:

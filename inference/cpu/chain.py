@@ -34,9 +34,28 @@ class HostChain:
         self._features, self._shift = features, network.shift
 
     def draft(self, wanted: Catching) -> tuple[Ints, Bools]:
-        """`Chain.draft`."""
-        computed = self._catch_up(wanted.batch, wanted.places, wanted.starts)
-        return self._go_on(wanted, computed)
+        """`Chain.draft`, the first drafts by what is computed of known tokens."""
+        batch, places, most = wanted.batch, wanted.places, wanted.most
+        logits, hidden = self._catch_up(batch, places, wanted.starts)
+        counts, going = np.zeros_like(places), np.arange(len(places))
+        broken = np.zeros(len(places), np.bool_)
+        while len(going):
+            top, tokens = logits.max(dim=1)
+            finite = np.flatnonzero(torch.isfinite(top).numpy())  # NaN is larger than any number
+            broken[np.delete(going, finite)] = True
+            going, logits, tokens = going[finite], logits[finite], tokens[finite].numpy()
+            ends = batch.known[places[going]] + counts[going]
+            for i in np.flatnonzero(batch.terms.draws["temperature"][places[going]]).tolist():
+                tokens[i] = _draw(batch, int(places[going[i]]), int(ends[i]), logits[i])
+            batch.ids[places[going], ends] = tokens
+            counts[going] += 1
+            more = np.flatnonzero(counts[going] < most[going])
+            hidden = None if hidden is None else hidden[finite[more]]
+            going, ends = going[more], ends[more] - self._shift
+            if len(going):
+                work = _work(batch, places[going], ends, np.ones_like(going))
+                logits, hidden = self._run(work, hidden)
+        return counts, broken
 
     def _catch_up(self, batch: RunningBatch, places: Ints, starts: Ints) -> Computed:
         """Compute what the cache lacks from `starts` on, as far as the last known tokens."""
@@ -65,30 +84,6 @@ class HostChain:
         if hidden is None and self._features is not None:
             hidden = self._features[step.slots]
         return self._network.step(step, self._pools, hidden)
-
-    def _go_on(self, wanted: Catching, computed: Computed) -> tuple[Ints, Bools]:
-        """Write drafts, the first ones by what is computed."""
-        batch, places, most = wanted.batch, wanted.places, wanted.most
-        counts, going = np.zeros_like(places), np.arange(len(places))
-        broken = np.zeros(len(places), np.bool_)
-        logits, hidden = computed
-        while len(going):
-            top, tokens = logits.max(dim=1)
-            finite = np.flatnonzero(torch.isfinite(top).numpy())  # NaN is larger than any number
-            broken[np.delete(going, finite)] = True
-            going, logits, tokens = going[finite], logits[finite], tokens[finite].numpy()
-            ends = batch.known[places[going]] + counts[going]
-            for i in np.flatnonzero(batch.terms.draws["temperature"][places[going]]).tolist():
-                tokens[i] = _draw(batch, int(places[going[i]]), int(ends[i]), logits[i])
-            batch.ids[places[going], ends] = tokens
-            counts[going] += 1
-            more = np.flatnonzero(counts[going] < most[going])
-            hidden = None if hidden is None else hidden[finite[more]]
-            going, ends = going[more], ends[more] - self._shift
-            if len(going):
-                work = _work(batch, places[going], ends, np.ones_like(going))
-                logits, hidden = self._run(work, hidden)
-        return counts, broken
 
 
 def _work(batch: RunningBatch, places: Ints, starts: Ints, counts: Ints) -> Work:

@@ -83,9 +83,8 @@ class Linear:
         """Whether its weight is."""
         own = self.weight
         if isinstance(own, NativeWeight):
-            return native.header(own.packed).format not in [
-                FORMATS[name] for name in FLOATS.values()
-            ]
+            floats = [FORMATS[name] for name in FLOATS.values()]
+            return native.header(own.packed).format not in floats
         return not isinstance(own, FloatWeight)
 
     @property

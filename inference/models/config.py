@@ -161,6 +161,7 @@ class ModelConfig:
         if isinstance(family.attention, LatentAttention):
             latent = latent_sizes(config.to_dict())
         heads, factors = heads_of(config.to_dict()), family.multipliers
+        order = rotary_order(family, config.to_dict())
         residual = _number(config, factors.residual) or 1.0
         return cls(
             family=family,
@@ -183,7 +184,7 @@ class ModelConfig:
             qk_norm=_qk_norm(family, config),
             rotary=read_rotary(family, config),
             growth=read_growth(family, config),
-            channels=_channels(family, config),
+            channels=None if order == sorted(order) else tuple(order),
             latent=latent,
             routing=_routing(family, config),
             tied=config.tie_word_embeddings,
@@ -259,11 +260,6 @@ def _qk_norm(family: Family, config: PretrainedConfig) -> QKNorm:
 def _embedding_scale(family: Family, config: PretrainedConfig) -> float:
     key = family.multipliers.embedding
     return config.hidden_size**0.5 if key == "sqrt_hidden_size" else _number(config, key) or 1.0
-
-
-def _channels(family: Family, config: PretrainedConfig) -> tuple[int, ...] | None:
-    order = rotary_order(family, config.to_dict())
-    return None if order == sorted(order) else tuple(order)
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:

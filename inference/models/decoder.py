@@ -26,11 +26,11 @@ from formats.families.registry import block_names
 from formats.memory import release_freed_memory
 from inference.models.channel_order import with_divided_input
 from inference.models.config import ModelConfig
+from inference.models.latent import dequantized
 from inference.models.layers import L, LayerFactory, X
 from inference.models.parts import Layer, PartLoader
 from inference.models.read import read_linear
 from inference.models.shapes import check_shapes
-from kernels.numerics import dequantize
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -121,6 +121,4 @@ class Decoder(Generic[L, X]):
     def _head_values(self) -> Tensor:
         """The quantized head in floats, where its layout gives no rows."""
         stored = read_linear(self._checkpoint, [HEAD], self._factory.device)
-        assert stored.scale is not None
-        block = (1, stored.group or -1)
-        return dequantize(stored.weight, stored.scale, stored.zero_point, block).to(self.dtype)
+        return dequantized(stored).to(self.dtype)

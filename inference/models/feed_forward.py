@@ -105,10 +105,7 @@ def by_expert(
 
 
 def load_feed_forward(
-    checkpoint: Checkpoint,
-    block: str,
-    config: ModelConfig,
-    factory: LayerFactory[L, X],
+    checkpoint: Checkpoint, block: str, config: ModelConfig, factory: LayerFactory[L, X]
 ) -> FeedForward[L, X]:
     """Read the feed-forward layer of a block; it is a mixture if the checkpoint has its router.
 
@@ -136,7 +133,12 @@ def load_feed_forward(
     router = f"{moe}.{names.router}"
     if f"{router}.weight" not in checkpoint:  # these families have dense blocks too
         return gated(f"{block}.mlp", *dense)
-    count = _experts(checkpoint, router, routing)
+    count = checkpoint.shape(f"{router}.weight")[0]
+    if count != routing.experts:
+        raise CheckpointError(
+            f"{router} chooses among {count} experts, config.json says {routing.experts}. The "
+            "checkpoint and its config.json do not belong together"
+        )
 
     def experts(*leaves: str) -> X:
         modules = [[f"{moe}.experts.{i}.{leaf}" for leaf in leaves] for i in range(count)]
@@ -158,14 +160,3 @@ def load_feed_forward(
         activation=config.expert_activation,
         correction=correction,
     )
-
-
-def _experts(checkpoint: Checkpoint, router: str, routing: Routing) -> int:
-    """Experts that a router chooses among, which config.json must know."""
-    found = checkpoint.shape(f"{router}.weight")[0]
-    if found != routing.experts:
-        raise CheckpointError(
-            f"{router} chooses among {found} experts, config.json says {routing.experts}. The "
-            "checkpoint and its config.json do not belong together"
-        )
-    return found

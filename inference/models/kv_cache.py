@@ -84,12 +84,7 @@ class CacheShape:
 
     @classmethod
     def of_model(
-        cls,
-        checkpoint: Checkpoint,
-        model: ModelShape,
-        sizes: EngineConfig,
-        *,
-        quantized: bool,
+        cls, checkpoint: Checkpoint, model: ModelShape, sizes: EngineConfig, *, quantized: bool
     ) -> CacheShape:
         """The cache of a model.
 
@@ -168,11 +163,10 @@ class CacheShape:
             places = (self.blocks, heads.count, KV_BLOCK)
             own = (KV_BLOCK, layer.size("v_cache"))
             own = own[:: -1 if tokens_last and not heads.latent else 1]
+            shapes = ((*places, layer.size("k_cache")), (*places[:2], *own))
             k, v = (
                 torch.zeros(shape, dtype=layer.stored(role, dtype), device=device)
-                for role, shape in zip(
-                    ROLES, ((*places, layer.size("k_cache")), (*places[:2], *own)), strict=True
-                )
+                for role, shape in zip(ROLES, shapes, strict=True)
             )
             offset, feedback = (
                 None if x is None else x.to(device).contiguous()
@@ -237,33 +231,22 @@ def _quantized(checkpoint: Checkpoint, name: str, heads: KVHeads) -> LayerCache:
             ) from error
     if spec.dynamic:
         return own
-    if not heads.latent:
-        _check_scaled(checkpoint)
-    return replace(own, scales=held_scales(checkpoint.kv_scales[name], heads.channels))
-
-
-def _check_scaled(checkpoint: Checkpoint) -> None:
-    """Refuse static scales of latents for a model that caches K and V."""
     family = find_family(checkpoint.config)
-    if family is not None and isinstance(family.attention, LatentAttention):
+    if not heads.latent and family is not None and isinstance(family.attention, LatentAttention):
         raise EngineError(
             "the checkpoint has static scales of latents, and transformers' own code caches K and "
             "V instead. Run it without transformers_code, or with quantized_kv=False"
         )
+    return replace(own, scales=held_scales(checkpoint.kv_scales[name], heads.channels))
 
 
 def _fitted(layer: LayerCache, sizes: Callable[[int, int], tuple[int, int]]) -> LayerCache:
     heads, scales = layer.heads, layer.scales
     if heads.latent:  # its kernels take any size, and a scale of each number
-        own = (
-            None
-            if scales is None
-            else (
-                scales[0].reshape(1, -1).expand(1, heads.k_size),
-                scales[1].reshape(1, -1).expand(1, heads.v_size),
-            )
-        )
-        return replace(layer, scales=own)
+        if scales is None:
+            return layer
+        k, v = (scale.reshape(1, -1) for scale in scales)
+        return replace(layer, scales=(k.expand(1, heads.k_size), v.expand(1, heads.v_size)))
     wider = replace(layer, heads=KVHeads(heads.count, *sizes(heads.k_size, heads.v_size)))
     added = wider.heads.k_size - heads.k_size
     if layer.offset is not None:

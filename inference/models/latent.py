@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError
 from formats.families.family import LatentAttention
 from formats.families.sizes import LatentSizes
 from inference.models.channel_order import Channels, with_rows
 from inference.models.layers import L, LayerFactory, X
-from inference.models.read import StoredLinear, read_linear
+from inference.models.read import StoredLinear, finite, read_linear
 from kernels.numerics import dequantize
 
 
@@ -72,29 +71,23 @@ def load_latent(
     """
 
     def vector(name: str) -> Tensor:
-        own = checkpoint.tensor(f"{attention}.{name}.weight")
-        if not bool(torch.isfinite(own).all()):
-            raise CheckpointError(
-                f"{attention}.{name}.weight holds NaN or infinity. The checkpoint is damaged; copy "
-                "or write it again"
-            )
+        own = finite(checkpoint, f"{attention}.{name}.weight")
         return own.to(factory.device, factory.dtype)
 
     read = partial(read_linear, checkpoint, device=factory.device)
     split = sizes.query_rank is not None
     inputs = read([f"{attention}.{name}" for name in (names.q_a if split else names.q, names.kv_a)])
     turned, start = list(range(sizes.query_rank or 0)), sizes.query_rank or 0
+    queries = _query_rows(sizes, channels)
     if not split:
-        turned, start = _query_rows(sizes, channels), sizes.heads * (sizes.plain + sizes.rotated)
+        turned, start = list(queries), len(queries)
     order = channels or tuple(range(sizes.rotated))
     turned += [start + i for i in (*range(sizes.rank), *(sizes.rank + c for c in order))]
     up = dequantized(read([f"{attention}.{names.kv_b}"])).to(factory.dtype)
     up_k, up_v = up.view(sizes.heads, -1, sizes.rank).split([sizes.plain, sizes.value], dim=1)
     q_b = None
     if split:
-        q_b = factory.linear(
-            with_rows(read([f"{attention}.{names.q_b}"]), _query_rows(sizes, channels))
-        )
+        q_b = factory.linear(with_rows(read([f"{attention}.{names.q_b}"]), queries))
     return factory.linear(with_rows(inputs, turned)), LatentProjections(
         q_norm=vector(names.q_norm) if split else None,
         q_b=q_b,

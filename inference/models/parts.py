@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic
 
-import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError
 from formats.families.family import LatentAttention
 from inference.models.channel_order import held_heads, held_rows
 from inference.models.config import ModelConfig
 from inference.models.feed_forward import FeedForward, load_feed_forward
 from inference.models.latent import LatentProjections, load_latent
 from inference.models.layers import L, LayerFactory, X
-from inference.models.read import StoredLinear, read_linear
+from inference.models.read import StoredLinear, finite, read_linear
 
 
 @dataclass(frozen=True)
@@ -99,17 +97,8 @@ class PartLoader(Generic[L, X]):
         return self.finite(name).float().to(self._factory.device)
 
     def finite(self, name: str) -> Tensor:
-        """A tensor whose NaN would be every token's.
-
-        Raises:
-            CheckpointError: it is missing, or holds NaN or infinity.
-        """
-        tensor = self._checkpoint.tensor(name)
-        if tensor.numel() and not all(bool(torch.isfinite(end)) for end in tensor.aminmax()):
-            raise CheckpointError(
-                f"{name} holds NaN or infinity. The checkpoint is damaged; copy or write it again"
-            )
-        return tensor
+        """As `inference.models.read.finite`."""
+        return finite(self._checkpoint, name)
 
     def layer(self, block: str, cos: Tensor, sin: Tensor) -> Layer[L, X]:
         """A decoder block, by its full name; it turns q and k by cos and sin [longest, D]."""

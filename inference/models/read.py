@@ -125,6 +125,20 @@ def read_stacks(
             yield _read(checkpoint, part, form, device, (len(part),))
 
 
+def finite(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor whose NaN would be every token's.
+
+    Raises:
+        CheckpointError: it is missing, or holds NaN or infinity.
+    """
+    tensor = checkpoint.tensor(name)
+    if tensor.numel() and not all(bool(torch.isfinite(end)) for end in tensor.aminmax()):
+        raise CheckpointError(
+            f"{name} holds NaN or infinity. The checkpoint is damaged; copy or write it again"
+        )
+    return tensor
+
+
 def _form(checkpoint: Checkpoint, modules: Sequence[str]) -> Form:
     schemes = {module: checkpoint.scheme_of(module) for module in modules}
     quantized = [scheme.weights is not None for scheme in schemes.values()]
@@ -163,6 +177,10 @@ def _read(
         return StoredLinear(layers, form.scheme, weight.view(*many, -1, form.inputs), bias=bias)
     stored = checkpoint.weights(modules, device)
     rows = [shape[0] for _ in layers for shape in form.shapes]
+    known = checkpoint.sinks.scales if form.static else {}
+    sinks = torch.cat([known[module] for module in modules]) if known else None
+    if sinks is not None:
+        sinks = _one_for_each(layers, sinks, LEAF).reshape(many).to(device)
     shape, zero = (*many, form.outputs, -1), stored.zero_point
     return StoredLinear(
         layers,
@@ -172,7 +190,7 @@ def _read(
         zero_point=None if zero is None else zero.view(shape),
         bias=bias,
         input_scale=_input_scale(checkpoint, layers, device, many) if form.static else None,
-        sink_scale=_sink_scale(checkpoint, layers, device, many) if form.static else None,
+        sink_scale=sinks,
         order=None if stored.order is None else _order(checkpoint, layers, stored.order, many),
         unit=None if stored.unit is None else stored.unit.view(shape),
     )
@@ -220,20 +238,6 @@ def _input_scale(
     return _one_for_each(layers, scales, "input_scale").reshape(many).to(device)
 
 
-def _sink_scale(
-    checkpoint: Checkpoint,
-    layers: Sequence[Sequence[str]],
-    device: torch.device,
-    many: tuple[int, ...],
-) -> Tensor | None:
-    """The scale of each layer's rows of sink tokens, fp32 of the shape `many`, if they have one."""
-    known, names = checkpoint.sinks.scales, [module for layer in layers for module in layer]
-    if not known:
-        return None
-    scales = torch.cat([known[name] for name in names])
-    return _one_for_each(layers, scales, LEAF).reshape(many).to(device)
-
-
 def _one_for_each(layers: Sequence[Sequence[str]], scales: Tensor, leaf: str) -> Tensor:
     """The scale of each layer, of those of its modules, which must be one: fp32 [layers]."""
     scales = scales.view(len(layers), -1)
@@ -248,10 +252,7 @@ def _one_for_each(layers: Sequence[Sequence[str]], scales: Tensor, leaf: str) ->
 
 
 def _order(
-    checkpoint: Checkpoint,
-    layers: Sequence[Sequence[str]],
-    orders: Tensor,
-    many: tuple[int, ...],
+    checkpoint: Checkpoint, layers: Sequence[Sequence[str]], orders: Tensor, many: tuple[int, ...]
 ) -> Tensor:
     """The order of each layer's inputs, int64 [many, K], of those of its modules."""
     own = orders.view(len(layers), -1, orders.shape[-1])

@@ -11,7 +11,7 @@ import logging
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,24 +27,15 @@ from formats.errors import EngineError
 from inference.backend import Backend, Loop
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
-from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape
-from inference.models.model import KVHeads, Model
+from inference.models.model import Model
 from inference.models.prefix import CachedTokens
-from inference.models.read import StoredLinear
 from inference.models.shapes import check_shapes
 from inference.parallel import torchrun
 from inference.parallel.cpu import CpuSide
 from inference.parallel.group import Progress
 from inference.parallel.loader import MEETING, DeviceSide, RankLoader, declared_shape, join
-from inference.parallel.messages import (
-    LOADING,
-    ChangeBlocks,
-    MakeCache,
-    RankSpec,
-    TellFree,
-    WriteKV,
-)
+from inference.parallel.messages import LOADING, MakeCache, RankSpec, TellFree, WriteKV
 from inference.parallel.ranks import RankProcess, Ranks, Start
 from inference.parallel.shard import shard_of
 from inference.scheduling.active import ActiveRequests
@@ -86,24 +77,16 @@ class FirstBackend:
         self._inner, self._config, self._start = inner, config, start
         self.device, self.dtype = inner.device, inner.dtype
         self.same_bits = inner.same_bits
+        # As on one device: these are of this rank alone.
+        self.check, self.linear, self.experts = inner.check, inner.linear, inner.experts
+        self.float_sinks, self.head_sizes = inner.float_sinks, inner.head_sizes
+        self.peak_bytes = inner.peak_bytes
         ranks, own = config.tensor_parallel, side or side_of
         self._first = RankSpec(0, ranks, open, config, others, "", 1, own)
-
-    def check(self, config: ModelConfig) -> None:
-        """Refuse what the device does not run."""
-        self._inner.check(config)
 
     def loading(self, nbytes: int) -> AbstractContextManager[object]:
         """Tell where memory runs out while weights are loaded."""
         return self._inner.loading(nbytes // self._config.tensor_parallel)
-
-    def linear(self, stored: StoredLinear) -> Any:
-        """A layer that this rank runs alone."""
-        return self._inner.linear(stored)
-
-    def experts(self, stacks: Iterator[StoredLinear], count: int) -> Any:
-        """Experts that this rank runs alone."""
-        return self._inner.experts(stacks, count)
 
     def load(self, checkpoint: Checkpoint, shape: Shape, longest: int) -> Model:
         """Start the other ranks, and load this one's part of the model beside them.
@@ -141,14 +124,6 @@ class FirstBackend:
             self.close()
             raise
 
-    def float_sinks(self, heads: KVHeads) -> bool:
-        """As on one device."""
-        return self._inner.float_sinks(heads)
-
-    def head_sizes(self, k: int, v: int) -> tuple[int, int]:
-        """Sizes of heads in the cache."""
-        return self._inner.head_sizes(k, v)
-
     def free_bytes(self) -> int:
         """Memory that the whole cache could have; the rank with the least decides."""
         with self.ranks.together("telling how much memory is free"):
@@ -165,7 +140,7 @@ class FirstBackend:
     def change_blocks(self, pools: Sequence[KVPool], changes: BlockChanges) -> None:
         """Do what the next step needs done to the cache."""
         if changes.copies or changes.clears:
-            self.ranks.send(ChangeBlocks(list(changes.copies), list(changes.clears)))
+            self.ranks.send(BlockChanges(list(changes.copies), list(changes.clears)))
             self._inner.change_blocks(pools, changes)
 
     def write_kv(self, pools: Sequence[KVPool], tokens: CachedTokens) -> None:
@@ -204,10 +179,6 @@ class FirstBackend:
     def close(self) -> None:
         """End the other ranks."""
         self._end()
-
-    def peak_bytes(self) -> int:
-        """Most memory that this rank has held so far."""
-        return self._inner.peak_bytes()
 
 
 def choose_ranks(backend: Backend, open: Callable[[], Checkpoint], config: EngineConfig) -> Backend:

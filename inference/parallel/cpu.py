@@ -23,12 +23,7 @@ from inference.cpu.decoder import CpuDecoder, forward_by_ops
 from inference.cpu.layers import CpuExperts, Linear, pack_linear, static_integers
 from inference.cpu.loop import HostLoop
 from inference.models.read import StoredLinear
-from inference.parallel.adapters import (
-    CpuRankAdapters,
-    FirstAdapters,
-    RankBatch,
-    SharedAdapters,
-)
+from inference.parallel.adapters import CpuRankAdapters, FirstAdapters, RankBatch, SharedAdapters
 from inference.parallel.group import GlooGroup, Group
 from inference.parallel.layers import RankFactory, RankLayer
 from inference.parallel.loader import DeviceSide, RankLoader

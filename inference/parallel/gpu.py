@@ -186,19 +186,16 @@ class GpuSide(DeviceSide):
 
         def run(task: Task) -> None:
             if isinstance(task, HoldAdapter):
-                own = SharedAdapters(loader, runner.adapters())
-                own.hold(task.slot, task.parts)
-                return
-            if isinstance(task, WarmUp):
+                SharedAdapters(loader, runner.adapters()).hold(task.slot, task.parts)
+            elif isinstance(task, WarmUp):
                 runner.warm_up(task.sequences, task.tokens, task.rows)
-                return
-            if isinstance(task, Replay):
+            elif isinstance(task, Replay):
                 runner.replay(task.sequences, task.times)
-                return
-            assert isinstance(task, RunPlan)
-            loader.host.progress.count += 1
-            runner.follow(task.size, task.block)
-            cast(NcclGroup, loader.group).check()
+            else:
+                assert isinstance(task, RunPlan)
+                loader.host.progress.count += 1
+                runner.follow(task.size, task.block)
+                cast(NcclGroup, loader.group).check()
 
         return run
 

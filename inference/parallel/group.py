@@ -122,10 +122,10 @@ class GlooGroup(Group):
         self.progress.count += 1
         mine = widened(part, sizes)
         if self.rank:
-            self._gloo.gather([], [mine], _root()).wait()
+            self._gloo.gather([], [mine], dist.GatherOptions()).wait()  # to rank 0
             return part
         parts = [torch.empty_like(mine) for _ in range(self.ranks)]
-        self._gloo.gather([parts], [mine], _root()).wait()
+        self._gloo.gather([parts], [mine], dist.GatherOptions()).wait()
         return cut_parts(parts, sizes)
 
     def _reduced(self, part: Tensor, kind: dist.ReduceOp.RedOpType) -> Tensor:
@@ -142,12 +142,6 @@ class GlooGroup(Group):
         parts = [torch.empty_like(own) for _ in range(self.ranks)]
         self._gloo.allgather([parts], [own]).wait()
         return parts
-
-
-def _root() -> dist.GatherOptions:
-    options = dist.GatherOptions()
-    options.rootRank = 0
-    return options
 
 
 def widened(part: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -22,7 +22,6 @@ from formats.checkpoint.part import checkpoint_part
 from formats.checkpoint.read import Checkpoint
 from formats.families.names import EMBEDDING, HEAD
 from inference.backend import Backend
-from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import StoredLinear
@@ -163,11 +162,7 @@ class RankFactory(ABC):
     def __init__(self, inner: Backend, shard: Shard, group: Any, check: Callable[[], None]) -> None:
         self._inner, self._shard, self._group, self._check = inner, shard, group, check
         self.device, self.dtype = inner.device, inner.dtype
-        self.same_bits = inner.same_bits
-
-    def check(self, config: ModelConfig) -> None:
-        """Refuse what the device does not run."""
-        self._inner.check(config)
+        self.same_bits, self.check = inner.same_bits, inner.check
 
     def linear(self, stored: StoredLinear) -> Any:
         """Pack a layer, as the rank has it."""

@@ -21,6 +21,7 @@ from inference.cpu.batch import Batch
 from inference.gpu.sizes import Size, WholeSize
 from inference.models.adapters import AdaptedLayer, AdapterPart, AdapterParts
 from inference.models.prefix import CachedTokens
+from inference.scheduling.blocks import BlockChanges
 
 LOADING = "loading its part of the model"
 
@@ -62,14 +63,6 @@ class MakeCache:
 @dataclass(frozen=True)
 class TellFree:
     """Take part in finding the least memory that a rank has free for its cache."""
-
-
-@dataclass(frozen=True)
-class ChangeBlocks:
-    """Copy and clear blocks of the cache; see `inference.scheduling.blocks.BlockChanges`."""
-
-    copies: list[tuple[int, int]]
-    clears: list[int]
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,7 @@ class Replay:
 Task = (
     MakeCache
     | TellFree
-    | ChangeBlocks
+    | BlockChanges
     | WriteKV
     | HoldAdapter
     | RunStep

@@ -13,7 +13,6 @@ too. The other ranks notice the end of rank 0 as their connections close.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
@@ -219,7 +218,7 @@ class Ranks:
         if isinstance(error, (RuntimeError, OSError)):  # perhaps a connection to who is gone
             self._failed.wait(NOTICED)
         doing = self._progress.doing
-        self._fail(f"rank 0 of {self._count} failed while {doing}: {_told(error)}")
+        self._fail(f"rank 0 of {self._count} failed while {doing}: {reason_of(error)}")
         assert self._failure is not None
         return EngineEndedError(self._failure)
 
@@ -334,18 +333,14 @@ def _call(methods: list[weakref.WeakMethod[Any]]) -> None:
 
 
 def _started(spec: RankSpec, start: Start) -> Other:
-    (tasks, its_tasks), (news, its_news) = _connections(), _connections()
+    ends: Any = Pipe(), Pipe()
+    (tasks, its_tasks), (news, its_news) = ends
     member = start(spec.rank, its_tasks, its_news)
     with suppress(OSError):  # it has died, which the watching thread finds
         tasks.send(spec)
     return Other(member, tasks, news)
 
 
-def _connections() -> tuple[Connection, Connection]:
-    """Two ends of a connection."""
-    one, other = socket.socketpair()
-    return Connection(one.detach()), Connection(other.detach())
-
-
-def _told(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What a message says of an error: of one that is not ours its type, too."""
     return str(error) if isinstance(error, PTQError) else f"{type(error).__name__}: {error}"

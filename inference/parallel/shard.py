@@ -14,7 +14,7 @@ cannot be cut so (groups that cross the cut, groups in another order), the layer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
@@ -182,7 +182,14 @@ class _Planner:
         Raises:
             CheckpointError: one has too few outputs or inputs.
         """
-        for roles in self._by_parent().values():
+        linears: dict[str, dict[str, str]] = {}  # by their role, in the module they are parts of
+        names = (name.rpartition(".") for name in self._checkpoint.names())
+        plain = {module for module, _, leaf in names if leaf == "weight"}
+        for module in sorted(plain | set(self._checkpoint.quantized_modules)):
+            role = role_of(module)
+            if role is not None and not is_router(module):
+                linears.setdefault(module.rpartition(".")[0], {})[role] = module
+        for roles in linears.values():
             for role in ("q", "k", "v"):
                 if role in roles:
                     self._cut_heads(roles[role], self._queries if role == "q" else self._held)
@@ -191,23 +198,12 @@ class _Planner:
             if "down" in roles:
                 self._cut_feed_forward(roles)
 
-    def _by_parent(self) -> dict[str, dict[str, str]]:
-        """Linear layers of blocks by their role, in the module that they are parts of."""
-        found: dict[str, dict[str, str]] = {}
-        for module in self._modules():
-            role = role_of(module)
-            if role is not None and not is_router(module):
-                found.setdefault(module.rpartition(".")[0], {})[role] = module
-        return found
-
-    def _modules(self) -> Iterator[str]:
-        names = (name.rpartition(".") for name in self._checkpoint.names())
-        plain = {module for module, _, leaf in names if leaf == "weight"}
-        yield from sorted(plain | set(self._checkpoint.quantized_modules))
+    def _rows_of(self, heads: tuple[Span, ...]) -> tuple[Span, ...]:
+        size = self._config.head_dim
+        return tuple(Span(own.first * size, own.end * size) for own in heads)
 
     def _cut_heads(self, module: str, heads: tuple[Span, ...]) -> None:
-        size = self._config.head_dim
-        spans = tuple(Span(own.first * size, own.end * size) for own in heads)
+        spans = self._rows_of(heads)
         unit = _row_unit(self._checkpoint.scheme_of(module))
         if not _fit(spans, unit):
             raise CheckpointError(
@@ -217,20 +213,20 @@ class _Planner:
         self.cuts[module] = Cut(rows=spans[self._rank])
 
     def _cut_o(self, module: str) -> None:
-        size = self._config.head_dim
-        spans = tuple(Span(own.first * size, own.end * size) for own in self._queries)
-        if self._cuts_inputs(module) and _fit(spans, _column_unit(self._scheme(module))):
+        spans, checkpoint = self._rows_of(self._queries), self._checkpoint
+        unit = _column_unit(checkpoint.scheme_of(module))
+        if not checkpoint.reorders_inputs(module) and _fit(spans, unit):
             self.cuts[module] = Cut(columns=spans[self._rank])
         else:
             self._gather(module, spans)
 
     def _cut_feed_forward(self, roles: Mapping[str, str]) -> None:
-        down = roles["down"]
-        size, own = self._checkpoint.weight_shape(down)[1], _column_unit(self._scheme(down))
+        down, checkpoint = roles["down"], self._checkpoint
+        size, own = checkpoint.weight_shape(down)[1], _column_unit(checkpoint.scheme_of(down))
         readers = [roles[role] for role in ("gate", "up") if role in roles]
-        rows = lcm(*(_row_unit(self._scheme(module)) for module in readers))
-        spans = even_shares(size, self._ranks, lcm(rows, own)) if self._cuts_inputs(down) else None
-        if spans is not None:
+        rows = lcm(*(_row_unit(checkpoint.scheme_of(module)) for module in readers))
+        spans = even_shares(size, self._ranks, lcm(rows, own))
+        if spans is not None and not checkpoint.reorders_inputs(down):
             self.cuts[down] = Cut(columns=spans[self._rank])
         else:
             spans = even_shares(size, self._ranks, rows)
@@ -241,19 +237,13 @@ class _Planner:
 
     def _gather(self, module: str, inputs: tuple[Span, ...]) -> None:
         """Cut the outputs of a layer that has to read all inputs."""
-        rows, unit = self._checkpoint.weight_shape(module)[0], _row_unit(self._scheme(module))
+        rows = self._checkpoint.weight_shape(module)[0]
+        unit = _row_unit(self._checkpoint.scheme_of(module))
         outputs = even_shares(rows, self._ranks, unit)
         if outputs is None:
             raise CheckpointError(self._too_many(module, "outputs", rows, unit))
         self.gathered[module] = inputs, outputs
         self.cuts[module] = Cut(rows=outputs[self._rank])
-
-    def _scheme(self, module: str) -> LayerScheme:
-        return self._checkpoint.scheme_of(module)
-
-    def _cuts_inputs(self, module: str) -> bool:
-        """Whether a layer's columns are its inputs, in order."""
-        return not self._checkpoint.reorders_inputs(module)
 
     def _too_many(self, module: str, what: str, size: int, unit: int) -> str:
         apart = "" if unit == 1 else f", which are cut in runs of {unit}"

@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 
-from formats.errors import PTQError
 from inference.parallel.group import Progress
 from inference.parallel.loader import RankLoader, join
 from inference.parallel.messages import (
     LOADING,
-    ChangeBlocks,
     Failed,
     Heartbeat,
     MakeCache,
@@ -35,7 +33,7 @@ from inference.parallel.messages import (
     WarmUp,
     WriteKV,
 )
-from inference.parallel.ranks import IDLE
+from inference.parallel.ranks import IDLE, reason_of
 from inference.scheduling.blocks import BlockChanges
 
 EVERY = 0.25  # seconds between two heartbeats
@@ -56,9 +54,7 @@ class News:
 
     def fail(self, error: Exception) -> None:
         """Tell why the rank cannot go on."""
-        known = isinstance(error, PTQError)
-        why = str(error) if known else f"{type(error).__name__}: {error}"
-        self._tell(Failed(self.progress.doing, why))
+        self._tell(Failed(self.progress.doing, reason_of(error)))
 
     def end(self) -> None:
         """Tell no more."""
@@ -118,9 +114,8 @@ class Rank:
 
     def _do(self, task: Task) -> None:
         progress, loader = self._news.progress, self._loader
-        if isinstance(task, ChangeBlocks):
-            changes = BlockChanges(task.copies, task.clears)
-            loader.inner.change_blocks(self._pools, changes)
+        if isinstance(task, BlockChanges):
+            loader.inner.change_blocks(self._pools, task)
         elif isinstance(task, WriteKV):
             loader.inner.write_kv(self._pools, loader.cut_tokens(task.tokens))
         elif isinstance(task, TellFree):

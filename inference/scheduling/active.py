@@ -7,11 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 from formats.errors import EngineEndedError, EngineError, RequestError
-from inference.requests.request import (
-    FinishReason,
-    Logprobs,
-    RequestOutput,
-)
+from inference.requests.request import FinishReason, Logprobs, RequestOutput
 from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.scheduler import Scheduler

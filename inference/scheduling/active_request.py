@@ -13,19 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from inference.requests.detokenizer import Detokenizer, LateText
-from inference.requests.request import (
-    FinishReason,
-    Item,
-    ListView,
-    RequestOutput,
-    SamplingParams,
-)
-from inference.scheduling.sampler import (
-    biases_of,
-    log_min_p,
-    sample,
-    top_logprobs,
-)
+from inference.requests.request import FinishReason, Item, ListView, RequestOutput, SamplingParams
+from inference.scheduling.sampler import biases_of, log_min_p, sample, top_logprobs
 from inference.scheduling.sequence import MOST_EDITS, NEVER, Draw, Terms
 from inference.scheduling.sequence import Sequence as TokenSequence
 
@@ -71,13 +60,8 @@ class ActiveRequest:
         adapter: int = -1,
         given: int = 0,
     ) -> None:
-        self._given = given
-        self.prompt, self.params, self._ends, self.candidates = (
-            list(prompt),
-            params,
-            ends,
-            candidates,
-        )
+        self._given, self.prompt, self.params = given, list(prompt), params
+        self._ends, self.candidates = ends, candidates
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[dict[int, float] | None] | None = None
         if params.prompt_logprobs is not None:
@@ -107,9 +91,7 @@ class ActiveRequest:
         )
         biases = biases_of(params, self._ends)
         edited = bool(params.logit_bias) or params.constraint is not None
-        logprobs = (
-            params.logprobs is not None
-        )  # of logits as the model gave them: not edited in place
+        logprobs = params.logprobs is not None  # of logits as the model gave them: unedited
         fits = biases is None or len(biases.tokens) <= MOST_EDITS
         free = self.candidates is None and fits and not (edited and logprobs)
         least = prompt + params.min_tokens if biases and logprobs else 0

@@ -218,7 +218,8 @@ class BlockManager:
             if node.block is not None:
                 found.append(node)
         computed = KV_BLOCK * len(self._with_state(found))
-        return Beginning(computed, _coming(last), following)
+        coming = last if last is not None and last.block is None else None
+        return Beginning(computed, coming, following)
 
     def _known(self, tokens: Sequence[int], root: int) -> list[Node]:
         """Nodes of the beginning of a sequence whose blocks are computed."""
@@ -451,10 +452,6 @@ class BlockManager:
             self._partly_filled.discard(block)
             if clear:
                 self._changes.append((None, block))
-
-
-def _coming(node: Node | None) -> Node | None:
-    return node if node is not None and node.block is None else None
 
 
 def _usable(tokens: Sequence[int]) -> Iterator[bytes]:

@@ -281,11 +281,9 @@ class Scheduler:
             EngineError: they do not.
         """
         for sequence in self.running:
-            place, table = sequence.place, self.blocks.table(sequence.name)
-            row = (
-                [] if place is None else self.batch.tables[place, : self.batch.held[place]].tolist()
-            )
-            if place is None or self.batch.sequences[place] is not sequence or row != table:
+            place, table, batch = sequence.place, self.blocks.table(sequence.name), self.batch
+            row = [] if place is None else batch.tables[place, : batch.held[place]].tolist()
+            if place is None or batch.sequences[place] is not sequence or row != table:
                 raise EngineError(f"{sequence.name} holds blocks {table}, its row says {row}")
 
     @property

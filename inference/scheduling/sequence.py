@@ -244,12 +244,7 @@ class Sequence:
     def fork(self, name: str) -> Sequence:
         """Another one with the same tokens, of which nothing is computed yet."""
         other = Sequence(
-            name,
-            self.known_from(0),
-            self.terms,
-            whole=self.whole,
-            held=self.held,
-            given=self.given,
+            name, self.known_from(0), self.terms, whole=self.whole, held=self.held, given=self.given
         )
         other.prompt, other.findable, other.cacheable = self.prompt, self.findable, self.cacheable
         other.order, other.reference = self.order, self.reference

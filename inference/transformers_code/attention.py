@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -155,6 +155,15 @@ _running: ContextVar[_Running] = ContextVar("running")
 
 
 @contextmanager
+def _set(own: _Running) -> Iterator[None]:
+    token = _running.set(own)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+@contextmanager
 def running(step: Step, layers: int, sink_tokens: int = 0) -> Iterator[None]:
     """Calls of attention in the block are this step's, one for each layer.
 
@@ -167,11 +176,8 @@ def running(step: Step, layers: int, sink_tokens: int = 0) -> Iterator[None]:
         CheckpointError: there were more or fewer.
     """
     own = _Running(step, step.sinks(sink_tokens) if sink_tokens else None)
-    token = _running.set(own)
-    try:
+    with _set(own):
         yield
-    finally:
-        _running.reset(token)
     if own.layer != layers:
         raise CheckpointError(
             f"transformers' code called attention {own.layer} times for {layers} layers; such a "
@@ -186,14 +192,9 @@ def current_step() -> Step:
     return step
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> AbstractContextManager[None]:
     """For a while, layers run without a step: those that ask for one are not called."""
-    token = _running.set(_Running(None))
-    try:
-        yield
-    finally:
-        _running.reset(token)
+    return _set(_Running(None))
 
 
 def current_sinks() -> Tensor | None:
@@ -201,12 +202,10 @@ def current_sinks() -> Tensor | None:
     return _running.get().sinks
 
 
-@contextmanager
-def only_rows(tokens: Tensor) -> Iterator[None]:
+def only_rows(tokens: Tensor) -> AbstractContextManager[None]:
     """For a while, layers read the rows of some tokens alone, int64 [n]."""
     every = current_sinks()
-    with with_sinks(None if every is None else every[tokens]):
-        yield
+    return with_sinks(None if every is None else every[tokens])
 
 
 @contextmanager

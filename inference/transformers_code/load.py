@@ -177,7 +177,8 @@ class _Loader:
             if family is None:
                 self._inputs |= block.inputs
             else:
-                names = [f"{block.name}.{n}" for n in self._linears_of(block.name)]
+                parts = model.get_submodule(block.name).named_modules()
+                names = [f"{block.name}.{n}" for n, m in parts if isinstance(m, nn.Linear)]
                 self._inputs |= common_inputs(family, block.name, names)
 
     def load(self, beside: Any = None) -> None:
@@ -293,7 +294,8 @@ class _Loader:
             own = self._stored_module(f"{parent_name}.{name}".lstrip("."))
             if own in self._weighed:
                 continue
-            self._check_bias(own, linear)
+            if linear.bias is not None and f"{own}.bias" not in self._checkpoint:
+                raise CheckpointError(f"{own}.bias is missing from {self._checkpoint.path}")
             groups.setdefault(self._inputs.get(own, own), {})[name] = own
         for group in groups.values():
             layer = self._read_as_one(list(group.values())) if len(group) > 1 else None
@@ -305,18 +307,9 @@ class _Loader:
             for index, name in enumerate(group):
                 setattr(parent, name, PartOfLinear(shared, index))
 
-    def _linears_of(self, block: str) -> list[str]:
-        """Names, in it, of the linear layers of a block of a declared family."""
-        parts = self._model.get_submodule(block).named_modules()
-        return [name for name, part in parts if isinstance(part, nn.Linear)]
-
     def _stored_module(self, module: str) -> str:
         """Name of a module of the code in the files."""
         return self._stored.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
-
-    def _check_bias(self, module: str, linear: nn.Linear) -> None:
-        if linear.bias is not None and f"{module}.bias" not in self._checkpoint:
-            raise CheckpointError(f"{module}.bias is missing from {self._checkpoint.path}")
 
     def _read(self, modules: tuple[str, ...]) -> LinearLayer:
         return self._factory.linear(read_linear(self._checkpoint, modules, self._factory.device))

@@ -184,10 +184,6 @@ class CodeModel:
         for own in self._stateful:
             own.round_row(row)
 
-    def _places(self, step: Step) -> dict[str, Tensor]:
-        """Positions of the tokens, for code that asks for them."""
-        return {"position_ids": step.positions[None]} if self._placed else {}
-
     @torch.no_grad()
     def logits(self, step: Step) -> Tensor:
         """Run the tokens of a step; their K and V go into the cache.
@@ -195,8 +191,9 @@ class CodeModel:
         Returns:
             Logits fp32 [R, vocabulary] of the rows wanted.
         """
+        places = {"position_ids": step.positions[None]} if self._placed else {}  # asked for
         with running(step, len(self.config.places), self.sink_tokens):
-            out = self.module(input_ids=step.ids[None], use_cache=False, **self._places(step))
+            out = self.module(input_ids=step.ids[None], use_cache=False, **places)
         return out.logits[0]
 
 

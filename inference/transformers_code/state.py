@@ -125,13 +125,9 @@ class Stateful(nn.Module):
                         y[0, piece.tokens] = own.flatten(0, 1)
             later = self.projections.outputs()
         outputs = outputs if later is None else [later[None]]
-        return self._as_given(outputs)
-
-    def _as_given(self, outputs: Sequence[Tensor]) -> Any:
-        """Outputs as the module's code gives them: alone, or in a tuple in which others may be."""
         if self._values is None:
             return outputs[0]
-        return (*outputs, *(None,) * (self._values - len(outputs)))
+        return (*outputs, *(None,) * (self._values - len(outputs)))  # others may be in its tuple
 
     def _parts(self, piece: Piece) -> list[Piece]:
         """A piece, or its tokens one by one where the code cannot do otherwise."""
