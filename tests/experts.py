@@ -1,15 +1,14 @@
 """What the tests of mixtures of experts share: tiny models of each family, and other forms of them."""
 
 import re
-import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from formats.families.registry import find_family
 from formats.modeling.experts import split_experts
+from tests.ptq.quantizing import edit_model
 
 SIZES = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 MOE = {  # overrides of `make_model` by family; one has a dense block, two normalize
@@ -22,15 +21,6 @@ FORMS = {  # an expert's layers in the order gate, up, down
     "qwen2_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
-
-
-def rewrite(source: Path, target: Path, change) -> Path:
-    """Copy a model of one file and let `change` edit the mapping of its tensors."""
-    shutil.copytree(source, target)
-    tensors = load_file(source / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
 
 
 def stack_experts(source: Path, target: Path, family: str) -> Path:
@@ -54,7 +44,7 @@ def stack_experts(source: Path, target: Path, family: str) -> Path:
             router = tensors.pop(f"{moe}.gate.weight")
             tensors[f"{moe.removesuffix(layer)}mlp.gate.weight"] = router
 
-    return rewrite(source, target, change)
+    return edit_model(source, target, change)
 
 
 def split_model(folder: Path, state: dict[str, torch.Tensor]) -> torch.nn.Module:

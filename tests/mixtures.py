@@ -12,9 +12,8 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from ptq.convert.convert import convert
 from ptq.pipeline.driver import quantize_tokens
-from tests.experts import rewrite
 from tests.families import METHODS, distance, transformers_logits
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import edit_model, make_plan, random_tokens
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -68,7 +67,7 @@ def publish_mxfp4(source: Path, target: Path) -> tuple[Path, Path]:
             tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
             exact[name] = held.mT.to(torch.bfloat16).contiguous()
 
-    published = rewrite(source, target / "mxfp4", store)
+    published = edit_model(source, target / "mxfp4", store)
     config = json.loads((published / "config.json").read_text())
     config["quantization_config"] = {
         "modules_to_not_convert": [
@@ -80,7 +79,7 @@ def publish_mxfp4(source: Path, target: Path) -> tuple[Path, Path]:
         "quant_method": "mxfp4",
     }
     (published / "config.json").write_text(json.dumps(config))
-    return published, rewrite(source, target / "float", lambda tensors: tensors.update(exact))
+    return published, edit_model(source, target / "float", lambda tensors: tensors.update(exact))
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from tests.conftest import write_tokenizer
+from tests.conftest import write_random
 
 _TOKENS = {"vocab_size": 384, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 _SIZES = {
@@ -63,14 +62,4 @@ OLDER: dict[str, dict[str, Any]] = {
 
 def write_older(folder: Path, name: str, **overrides: Any) -> Path:
     """A tiny random model in bf16, as transformers saves it, with a tokenizer."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(OLDER[name] | overrides)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms away from 1 and biases away from 0
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            else:
-                parameter.mul_(3.0)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    write_tokenizer(folder)
-    return folder
+    return write_random(folder, AutoConfig.for_model(**(OLDER[name] | overrides)))

@@ -21,6 +21,7 @@ from calibrate.spec import DatasetSpec, SplitSpec
 from formats.errors import RecipeError
 
 SMALL = SplitSpec(samples=3, sequence_length=16)
+ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def test_padding_is_masked_and_leaves_no_trace(tokenizer, tmp_path):
     assert type(tokens)(wider, mask, "s", "calibration").fingerprint == tokens.fingerprint
 
 
-def test_chats_are_rendered_by_the_template(tokenizer, tmp_path):
+def test_chats_are_rendered_by_the_template(tokenizer, tmp_path, monkeypatch):
     rows = [
         {
             "messages": [
@@ -151,15 +152,12 @@ def test_chats_are_rendered_by_the_template(tokenizer, tmp_path):
     spec = small(name="c.jsonl", messages_column="messages")
     with pytest.raises(RecipeError, match="no chat template"):
         load_tokens(spec, tokenizer, "calibration", tmp_path)
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    try:
-        tokens = load_tokens(spec, tokenizer, "calibration", tmp_path)
-    finally:
-        tokenizer.chat_template = None
+    monkeypatch.setattr(tokenizer, "chat_template", ROLES)
+    tokens = load_tokens(spec, tokenizer, "calibration", tmp_path)
     assert "[user]hello" in tokenizer.decode(tokens.ids.flatten())
 
 
-def test_sharegpt_rows_give_the_tokens_of_their_messages(tokenizer, tmp_path):
+def test_sharegpt_rows_give_the_tokens_of_their_messages(tokenizer, tmp_path, monkeypatch):
     import pandas as pd
 
     spoken = [(f"hello {i}", f"answer {i}") for i in range(40)]
@@ -177,16 +175,13 @@ def test_sharegpt_rows_give_the_tokens_of_their_messages(tokenizer, tmp_path):
     pd.DataFrame({"conversations": sharegpt}).to_parquet(tmp_path / "s.parquet")
     (tmp_path / "m.jsonl").write_text("\n".join(json.dumps({"chat": chat}) for chat in messages))
     columns = {"s.jsonl": "conversations", "s.parquet": "conversations", "m.jsonl": "chat"}
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    try:
-        found = {
-            load_tokens(
-                small(name=name, messages_column=column), tokenizer, "calibration", tmp_path
-            ).fingerprint
-            for name, column in columns.items()
-        }
-    finally:
-        tokenizer.chat_template = None
+    monkeypatch.setattr(tokenizer, "chat_template", ROLES)
+    found = {
+        load_tokens(
+            small(name=name, messages_column=column), tokenizer, "calibration", tmp_path
+        ).fingerprint
+        for name, column in columns.items()
+    }
     assert len(found) == 1
 
 
@@ -265,17 +260,15 @@ def test_files_of_text_have_no_columns(tmp_path):
     assert guess_columns(tmp_path / "about.txt") == {}
 
 
-def test_the_templates_variables(tokenizer, tmp_path):
+def test_the_templates_variables(tokenizer, tmp_path, monkeypatch):
     rows = [{"messages": [{"role": "user", "content": f"hello {i}"}]} for i in range(40)]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    tokenizer.chat_template = "{% for m in messages %}{{ mood }} {{ m.content }}{% endfor %}"
+    template = "{% for m in messages %}{{ mood }} {{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     spec = small(
         name="c.jsonl", messages_column="messages", chat_template_kwargs={"mood": "kindly"}
     )
-    try:
-        tokens = load_tokens(spec, tokenizer, "calibration", tmp_path)
-    finally:
-        tokenizer.chat_template = None
+    tokens = load_tokens(spec, tokenizer, "calibration", tmp_path)
     assert "kindly hello" in tokenizer.decode(tokens.ids.flatten())
 
 

@@ -9,12 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from calibrate.statistics import Statistics
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
+from tests.calibrate.test_stream import samples
 from tests.experts import FORMS, MOE
-
-
-def samples(count=4) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(1, 384, (n,), generator=generator) for n in range(20, 20 + 7 * count, 7)]
 
 
 def open_stream(folder, sequences) -> BlockStream:
@@ -93,7 +89,7 @@ def test_unobserved_experts_compute_chosen_tokens_only(make_model):
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_statistics_do_not_depend_on_order_or_batches(make_model, family):
-    folder, sequences = make_model(family, **MOE[family]), samples()
+    folder, sequences = make_model(family, **MOE[family]), samples(4)
 
     def collect(parts: list[torch.Tensor]) -> Statistics:
         stream, statistics = open_stream(folder, parts), Statistics()

@@ -17,15 +17,11 @@ def folder(request, tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp(request.param) / "float", request.param)
 
 
-def stream_of(folder) -> BlockStream:
-    stream = BlockStream(AutoConfig.from_pretrained(folder), Checkpoint.open(folder).tensor)
-    stream.start(IDS)
-    return stream
-
-
 def run_blocks(folder) -> tuple[BlockStream, list[DecoderBlock], list[list[torch.Tensor]]]:
     """The stream after all blocks, these with their weights, and the rows before each."""
-    stream, blocks, before = stream_of(folder), [], []
+    stream = BlockStream(AutoConfig.from_pretrained(folder), Checkpoint.open(folder).tensor)
+    stream.start(IDS)
+    blocks, before = [], []
     for index in range(len(stream.blocks)):
         before.append(list(stream.inputs))
         block = stream.load(index)

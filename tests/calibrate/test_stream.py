@@ -218,36 +218,30 @@ def test_an_unknown_family_is_refused():
         BlockStream(config, lambda name: torch.zeros(1))
 
 
-def test_nan_weights_are_refused_by_the_modules_name(tmp_path):
-    folder = write_model(tmp_path)
+def overflowing(folder, leaf: str) -> BlockStream:
+    """A stream before its block 1, of which a layer's products are too large."""
     checkpoint = Checkpoint.open(folder)
 
     def read(name):
         tensor = checkpoint.tensor(name).float()
-        if name == "model.layers.1.mlp.up_proj.weight":
+        if name == f"model.layers.1.mlp.{leaf}.weight":
             tensor[3] = 3e38  # finite, and its products are not
-        return tensor
-
-    stream, statistics = BlockStream(AutoConfig.from_pretrained(folder), read), Statistics()
-    stream.start(samples(1))
-    stream.advance(stream.load(0))
-    with pytest.raises(RecipeError, match=r"model\.layers\.1\.mlp\.down_proj.*NaN"):
-        stream.load(1).run(0, on_input=lambda name, x: statistics.observe(name, "input", x))
-
-
-def test_nan_that_no_linear_layer_sees_is_refused_by_the_blocks_name(make_model):
-    folder = make_model("llama")
-    checkpoint = Checkpoint.open(folder)
-
-    def read(name):
-        tensor = checkpoint.tensor(name).float()
-        if name == "model.layers.1.mlp.down_proj.weight":
-            tensor[3] = 3e38
         return tensor
 
     stream = BlockStream(AutoConfig.from_pretrained(folder), read)
     stream.start(samples(1))
     stream.advance(stream.load(0))
+    return stream
+
+
+def test_nan_weights_are_refused_by_the_modules_name(tmp_path):
+    stream, statistics = overflowing(write_model(tmp_path), "up_proj"), Statistics()
+    with pytest.raises(RecipeError, match=r"model\.layers\.1\.mlp\.down_proj.*NaN"):
+        stream.load(1).run(0, on_input=lambda name, x: statistics.observe(name, "input", x))
+
+
+def test_nan_that_no_linear_layer_sees_is_refused_by_the_blocks_name(make_model):
+    stream = overflowing(make_model("llama"), "down_proj")
     with pytest.raises(RecipeError, match=r"model\.layers\.1: .*NaN"):
         stream.advance(stream.load(1))
 

@@ -153,15 +153,12 @@ def test_a_table_of_a_kind_that_is_not_read_is_told_what_to_make_of_it(tmp_path)
         guess_columns(tmp_path / "d.xlsx")
 
 
-def test_a_speaker_that_is_not_known(tokenizer, tmp_path):
+def test_a_speaker_that_is_not_known(tokenizer, tmp_path, monkeypatch):
     row = {"conversations": [{"from": "narrator", "value": "once"}]}
     (tmp_path / "c.jsonl").write_text(json.dumps(row))
-    tokenizer.chat_template = "{{ messages }}"
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages }}")
     values = {"name": "c.jsonl", "messages_column": "conversations"}
-    try:
-        refused(tokenizer, tmp_path, "c.jsonl", "row 1", "'narrator'", "human", **values)
-    finally:
-        tokenizer.chat_template = None
+    refused(tokenizer, tmp_path, "c.jsonl", "row 1", "'narrator'", "human", **values)
 
 
 def test_a_column_that_is_no_text(tokenizer, tmp_path):
@@ -190,21 +187,12 @@ def test_a_column_that_no_table_has(tokenizer, tmp_path, kind):
     refused(tokenizer, tmp_path, path.name, "did you mean 'contents'", **values)
 
 
-def test_a_chat_that_the_template_refuses(tokenizer, tmp_path):
+def test_a_chat_that_the_template_refuses(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [{"role": "x", "content": "y"}]}))
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    try:
-        refused(
-            tokenizer,
-            tmp_path,
-            "c.jsonl",
-            "row 1",
-            "must alternate",
-            name="c.jsonl",
-            messages_column="messages",
-        )
-    finally:
-        tokenizer.chat_template = None
+    template = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    values = {"name": "c.jsonl", "messages_column": "messages"}
+    refused(tokenizer, tmp_path, "c.jsonl", "row 1", "must alternate", **values)
 
 
 @pytest.mark.parametrize("other", ["./d.jsonl", "copy.jsonl", "."])

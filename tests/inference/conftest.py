@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,3 +58,13 @@ def one_compiler() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("inference.engine.GrammarCompiler", shared)
         yield
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama, make_quantized) -> Path:
+    return make_quantized(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> Engine:
+    return Engine.from_pretrained(model)

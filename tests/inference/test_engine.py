@@ -11,15 +11,7 @@ from formats.errors import CheckpointError, EngineError, RequestError
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-
-PROMPTS = [
-    "def add(a, b):\n",
-    "class Node:\n",
-    "import os\n\nfor name in",
-    "x",
-    "    return self.value" * 6,
-    "print(1 + 2)\n" * 12,
-]
+from tests.inference.speculate.requests import TEXTS as PROMPTS
 
 
 def engine(folder, **config) -> Engine:

@@ -2,26 +2,14 @@
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 
 from formats.command import run_command
 from inference import predict
 from inference.beam_search import BeamParams, beam_search
-from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from tests.inference.predicting import SHORT, answers, greedy, run, write
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama, make_quantized) -> Path:
-    return make_quantized(tiny_llama)
-
-
-@pytest.fixture(scope="module")
-def engine(model) -> Engine:
-    return Engine.from_pretrained(model)
 
 
 def test_a_prompt_is_completed(model, engine, capsys):

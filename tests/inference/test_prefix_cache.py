@@ -13,6 +13,7 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.models.kv_cache import CacheShape, LayerCache, copy_blocks
 from inference.requests.request import SamplingParams
+from tests.inference.test_adapters import ids
 
 KINDS = {
     "float": None,
@@ -41,11 +42,6 @@ def engine_of(folder, kind: str = "float", **config) -> Engine:
     blocks, turn = engine.stats().total, dim if spec is not None and spec.rotate_keys else 0
     cache = CacheShape(blocks, [LayerCache(own, static, spec, turn) for own in shape.cached])
     return engine.variant(engine.model.layers, engine.backend.cache(cache))
-
-
-def ids(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 384, (count,), generator=generator).tolist()
 
 
 def answer(engine: Engine, prompt: list[int], params: SamplingParams = PARAMS):

@@ -1,7 +1,6 @@
 """Files of rows: their order, what a bad row costs, and how targets are scored."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +11,6 @@ from inference.engine import Engine
 from inference.prompts import PromptFormat
 from inference.requests.request import RequestOutput, SamplingParams, StepResult
 from tests.inference.predicting import SHORT, answers, greedy, run, write
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama, make_quantized) -> Path:
-    return make_quantized(tiny_llama)
-
-
-@pytest.fixture(scope="module")
-def engine(model) -> Engine:
-    return Engine.from_pretrained(model)
 
 
 def test_rows_keep_order_and_keys(model, engine, tmp_path, capsys):

@@ -1,8 +1,12 @@
 """What the tests of methods and driver share: small recipes, tokens, observed blocks."""
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -22,6 +26,7 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec, smoothing_scale
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import block_work, observe
+from ptq.pipeline.resume import ResumableRun
 from ptq.plan.plan import Plan, build_plan
 from ptq.recipe.schema import (
     LayersSpec,
@@ -101,6 +106,27 @@ def quantize_head(
     return Checkpoint.open(out / "checkpoint")
 
 
+class Stop(BaseException):
+    """Stands for a kill: nothing of ours catches it."""
+
+
+@contextmanager
+def stopped_run(saves: int = 1, by: type[BaseException] = Stop) -> Iterator[None]:
+    """A run in it is stopped once it was saved so many times."""
+    save, saved = ResumableRun.save, []
+
+    def save_and_stop(self, *arguments):
+        save(self, *arguments)
+        saved.append(1)
+        if len(saved) == saves:
+            raise by
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResumableRun, "save", save_and_stop)
+        with pytest.raises(by):
+            yield
+
+
 def observed_work(plan: Plan, index: int = 0) -> BlockWork:
     """A block of the plan's model after the samples ran through it."""
     checkpoint = Checkpoint.open(plan.recipe.model.path)
@@ -125,13 +151,11 @@ def with_gradients(work: BlockWork, plan: Plan) -> BlockWork:
 
 def edit_model(source: Path, target: Path, change) -> Path:
     """Copy a model of one file and let `change` edit the mapping of its tensors."""
-    target.mkdir()
-    for path in source.iterdir():
-        if path.name != "model.safetensors":
-            (target / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
     change(tensors)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 

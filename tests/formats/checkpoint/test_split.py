@@ -6,7 +6,8 @@ import torch
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.split import RowsOf
 from formats.errors import CheckpointError
-from tests.experts import MOE, rewrite, stack_experts
+from tests.experts import MOE, stack_experts
+from tests.ptq.quantizing import edit_model
 
 
 @pytest.mark.parametrize("family", MOE)
@@ -62,4 +63,4 @@ def test_what_does_not_fit_is_refused(make_model, tmp_path, change, words):
     source = make_model("qwen3_moe", **MOE["qwen3_moe"])
     stacked = stack_experts(source, tmp_path / "stacked", "qwen3_moe")
     with pytest.raises(CheckpointError, match=words):
-        Checkpoint.open(rewrite(stacked, tmp_path / "changed", change))
+        Checkpoint.open(edit_model(stacked, tmp_path / "changed", change))

@@ -7,10 +7,9 @@ from formats.checkpoint.read import Checkpoint
 from formats.families.groups import SMOOTHING_KINDS, smoothing_groups
 from formats.families.registry import family_of
 from inference.models.config import ModelConfig
-from tests.experts import rewrite
 from tests.families import but_one_in_ci, check_blocks, check_engine
 from tests.mixtures import check_quantized_experts
-from tests.ptq.quantizing import random_tokens
+from tests.ptq.quantizing import edit_model, random_tokens
 
 SIZES = {
     "n_routed_experts": 8,
@@ -31,7 +30,8 @@ def glm(make_model, tmp_path_factory):
         name = "model.layers.1.mlp.gate.e_score_correction_bias"
         tensors[name] = torch.linspace(-0.4, 0.4, 8)
 
-    return rewrite(make_model("glm4_moe", **SIZES), tmp_path_factory.mktemp("glm") / "m", correct)
+    out = tmp_path_factory.mktemp("glm") / "m"
+    return edit_model(make_model("glm4_moe", **SIZES), out, correct)
 
 
 def test_logits_are_those_of_transformers(glm):

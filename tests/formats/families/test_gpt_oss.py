@@ -13,7 +13,6 @@ from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import steps
-from tests.experts import rewrite
 from tests.families import (
     METHODS,
     but_one_in_ci,
@@ -23,7 +22,7 @@ from tests.families import (
     transformers_logits,
 )
 from tests.mixtures import check_quantized_experts, publish_mxfp4, stored
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import edit_model, make_plan, random_tokens
 
 ROPE = {
     "rope_type": "yarn",
@@ -52,7 +51,8 @@ def gpt_oss(make_model, tmp_path_factory):
             if ".router." in name:
                 tensors[name] = tensors[name] * 3
 
-    return rewrite(make_model("gpt_oss", **SIZES), tmp_path_factory.mktemp("gpt_oss") / "m", decide)
+    out = tmp_path_factory.mktemp("gpt_oss") / "m"
+    return edit_model(make_model("gpt_oss", **SIZES), out, decide)
 
 
 @pytest.fixture(scope="module")

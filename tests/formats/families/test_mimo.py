@@ -6,7 +6,6 @@ import pytest
 
 from formats.checkpoint.read import Checkpoint
 from formats.families.registry import predicting_layer, predicting_patterns
-from tests.experts import rewrite
 from tests.families import (
     but_one_in_ci,
     check_blocks,
@@ -14,7 +13,7 @@ from tests.families import (
     check_quantized,
     transformers_logits,
 )
-from tests.ptq.quantizing import random_tokens
+from tests.ptq.quantizing import edit_model, random_tokens
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ def test_logits_and_blocks_are_those_of_qwen2(mimo, tmp_path):
     ids = random_tokens(1, 60).ids[0].clamp(min=1)
     engine = check_engine(mimo, ids)
     check_blocks(mimo)
-    same = rewrite(mimo, tmp_path / "qwen2", lambda _: None)
+    same = edit_model(mimo, tmp_path / "qwen2", lambda _: None)
     config = json.loads((same / "config.json").read_text())
     (same / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
     wanted = transformers_logits(same, ids)
@@ -40,7 +39,7 @@ def test_quantized_checkpoints_run(mimo, tmp_path, preset):
 
 def test_what_others_need_of_the_configuration_is_kept(mimo, tmp_path):
     """Others have no class of it without its authors' code, which is never run here."""
-    own = rewrite(mimo, tmp_path / "own", lambda _: None)
+    own = edit_model(mimo, tmp_path / "own", lambda _: None)
     config = json.loads((own / "config.json").read_text())
     config["auto_map"] = {
         "AutoConfig": "configuration_mimo.MiMoConfig",

@@ -49,10 +49,6 @@ def dequantized(stored: StoredWeight) -> torch.Tensor:
     return dequantize(stored.q, stored.scale, stored.zero_point, (1, 32))
 
 
-def dequantized_there(data: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType.Q4_K))
-
-
 @pytest.mark.parametrize("search", SEARCHES)
 def test_what_is_solved_is_what_the_file_holds(search):
     weight, moments = problem()
@@ -61,7 +57,8 @@ def test_what_is_solved_is_what_the_file_holds(search):
     assert data.shape == (24, 2 * 144)
     assert stored.zero_point is not None
     rounding = 2.0**-22 * stored.scale * (16 + stored.zero_point.abs())
-    error = (dequantized(stored) - dequantized_there(data)).abs()
+    there = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType.Q4_K))
+    error = (dequantized(stored) - there).abs()
     assert (error <= rounding.repeat_interleave(32, 1)).all()
     assert torch.equal(dequantized(stored)[0], torch.zeros(512))
     again = unpacked("Q4_K", data, SUPER_BLOCKS)

@@ -72,16 +72,11 @@ def test_experts_of_gpt_oss_are_in_mxfp4_whatever_the_scheme(tmp_path, monkeypat
     found = engine.checkpoint
     assert found.scheme.wac == wac
     assert found.scheme_of("model.layers.1.mlp.experts.3.down_proj") == MXFP4
-    made = RandomCheckpoint("gpt-oss-20b", scheme, "cpu").weight(
-        "model.layers.1.mlp.experts.3.up_proj"
-    )
-    values, stood = made.q.float(), random_values_of("model.layers.1.mlp.experts.3.up_proj")
-    values = (values.unflatten(1, (-1, 32)) * made.scale[..., None]).flatten(1)
+    module = "model.layers.1.mlp.experts.3.up_proj"
+    made = RandomCheckpoint("gpt-oss-20b", scheme, "cpu").weight(module)
+    stood = RandomCheckpoint("gpt-oss-20b", "float", "cpu").tensor(f"{module}.weight").float()
+    values = (made.q.float().unflatten(1, (-1, 32)) * made.scale[..., None]).flatten(1)
     assert (values - stood).norm() < 0.15 * stood.norm()
-
-
-def random_values_of(module: str) -> torch.Tensor:
-    return RandomCheckpoint("gpt-oss-20b", "float", "cpu").tensor(f"{module}.weight").float()
 
 
 @pytest.mark.parametrize("family", MOE)

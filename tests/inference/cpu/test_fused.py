@@ -10,6 +10,7 @@ from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from kernels.cpu import native
+from tests.inference.models.test_model import token_ids
 from tests.tiny_families import TINY
 
 if native.library() is None:
@@ -17,10 +18,6 @@ if native.library() is None:
 
 SCHEMES = ["a8w8c8", "a8w8_dynamic", "a8w4", "w4", "w8", "fp8_channel", "fp8_tensor", "fp8_c8"]
 SCHEMES += ["a8w4c8_two_level", "a8w4c4_two_level", "c4", "k8v4"]
-
-
-def token_ids(count=130) -> torch.Tensor:
-    return torch.randint(1, 384, (count,), generator=torch.Generator().manual_seed(0))
 
 
 def engine_of(folder, *, fused: bool = True, **config) -> Engine:
@@ -34,7 +31,7 @@ def engine_of(folder, *, fused: bool = True, **config) -> Engine:
 
 
 def scores(folder, *, fused: bool = True, **config) -> torch.Tensor:
-    return engine_of(folder, fused=fused, **config).score(token_ids())
+    return engine_of(folder, fused=fused, **config).score(token_ids(130))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])

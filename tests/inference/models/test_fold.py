@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
 from formats.families.registry import BY_TYPE
@@ -19,7 +18,7 @@ from inference.models.read import StoredLinear
 from kernels.numerics import TYPES
 from ptq.pipeline.driver import quantize_tokens
 from tests.families import distance
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import edit_model, make_plan, random_tokens
 from tests.tiny_families import TINY
 
 SIZE, HEADS, KV = 8, 3, 1
@@ -51,16 +50,10 @@ def stored_linear(preset: str) -> StoredLinear:
     if not kind.storage.is_floating_point:
         zero = torch.randint(-2, 3, scale.shape, generator=generator).to(torch.int8)
     if spec.granularity == "group":
-        scheme = replace_group(scheme, group)
+        weights = scheme.weights.model_copy(update={"group_size": group})
+        scheme = scheme.model_copy(update={"weights": weights})
     order = torch.randperm(inputs, generator=generator)
     return StoredLinear([["q", "k", "v"]], scheme, q, scale, zero, bias, order=order)
-
-
-def replace_group(scheme, group: int):
-    """The scheme with so many inputs to a group."""
-    return scheme.model_copy(
-        update={"weights": scheme.weights.model_copy(update={"group_size": group})}
-    )
 
 
 @pytest.mark.parametrize("preset", ["c8", "w8", "w4", "fp8_channel"])
@@ -95,18 +88,17 @@ def test_a_static_scale_of_what_is_divided_is_divided():
 
 def test_the_caches_scales_of_channels_are_those_of_channels_that_moved(make_model, tmp_path):
     """K of GLM, whose pairs lie side by side, with channels of very different size."""
-    model, source = make_model("glm"), tmp_path / "model"
-    source.mkdir()
-    for path in model.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
-    tensors, size = load_file(source / "model.safetensors"), 32
-    for name, tensor in tensors.items():
-        row = torch.arange(len(tensor)) % size
-        if "k_proj." in name:
-            tensor[(row == 2) | (row == 3)] *= 64
-        if "q_proj." in name:
-            tensor[(row == 2) | (row == 3)] /= 64
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    size = 32
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            row = torch.arange(len(tensor)) % size
+            if "k_proj." in name:
+                tensor[(row == 2) | (row == 3)] *= 64
+            if "q_proj." in name:
+                tensor[(row == 2) | (row == 3)] /= 64
+
+    source = edit_model(make_model("glm"), tmp_path / "model", change)
     spec = KVCacheSpec(granularity="per_channel")
     plan = make_plan(source, tmp_path / "out", Scheme(kv_cache=spec), methods=())
     quantized = Engine.from_pretrained(

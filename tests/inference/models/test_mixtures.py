@@ -13,11 +13,9 @@ from inference.engine import Engine
 from inference.models.feed_forward import MixtureOfExperts
 from inference.requests.request import SamplingParams
 from kernels.numerics import dequantize, fake_quantize
-from tests.experts import MOE, rewrite, split_model
-
-
-def token_ids(count=80) -> torch.Tensor:
-    return torch.randint(1, 384, (count,), generator=torch.Generator().manual_seed(0))
+from tests.experts import MOE, split_model
+from tests.inference.models.test_model import token_ids
+from tests.ptq.quantizing import edit_model
 
 
 @pytest.mark.parametrize("family", MOE)
@@ -25,14 +23,14 @@ def test_logits_are_those_of_transformers(make_model, family):
     folder = make_model(family, **MOE[family])
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        want = theirs(token_ids()[None]).logits[0]
+        want = theirs(token_ids(80)[None]).logits[0]
     engine = Engine.from_pretrained(folder)
     kinds = [type(layer.feed_forward).__name__ for layer in engine.model.layers]
     assert kinds == [
         "MixtureOfExperts",
         "GatedMLP" if family == "qwen3_moe" else "MixtureOfExperts",
     ]
-    torch.testing.assert_close(engine.score(token_ids()), want, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(engine.score(token_ids(80)), want, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("family", MOE)
@@ -58,13 +56,13 @@ def test_a_quantized_checkpoint_computes_what_its_numbers_say(
     x = torch.randn(60, 128, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         layer = model.get_submodule("model.layers.0").mlp(x[None])[0]
-        want = model(token_ids()[None]).logits[0]
+        want = model(token_ids(80)[None]).logits[0]
     got = feed_forward(engine.model.layers[0].feed_forward, x)
     # A last bit can move a value over a rounding edge: in few tokens of a layer, in more of two.
     errors = (got - layer).norm(dim=-1) / layer.norm(dim=-1)
     rounded = 2e-4  # of inputs in fp32, which are int16 to integers in groups
     assert (errors < (5e-6 if preset == "a8w8_dynamic" else rounded)).float().mean() >= 0.95
-    got = engine.score(token_ids())
+    got = engine.score(token_ids(80))
     assert (got - want).norm() / want.norm() < (2e-2 if preset == "a8w8_dynamic" else rounded)
 
 
@@ -95,6 +93,6 @@ def test_a_router_of_other_experts_is_refused(make_model, tmp_path):
         name = "model.layers.1.block_sparse_moe.gate.weight"
         tensors[name] = torch.cat([tensors[name], tensors[name]])
 
-    copy = rewrite(make_model("mixtral", **MOE["mixtral"]), tmp_path / "copy", change)
+    copy = edit_model(make_model("mixtral", **MOE["mixtral"]), tmp_path / "copy", change)
     with pytest.raises(CheckpointError, match=r"layers\.1.*chooses among 8 experts.* says 4"):
         Engine.from_pretrained(copy)

@@ -11,8 +11,8 @@ from formats.families.predicting import UNDECLARED, Predicting
 from formats.families.registry import BY_TYPE
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
-from tests.experts import rewrite
 from tests.formats.families.test_glm4_moe import SIZES as GLM
+from tests.ptq.quantizing import edit_model
 from tests.tiny_families import DEEPSEEK
 
 HIDDEN, LAST = 128, 1  # the last block; of models with a state, the one with full attention
@@ -124,7 +124,7 @@ def _published(block: torch.nn.Module) -> dict[str, Tensor]:
 
 def with_layer(plain: Path, out: Path, tensors: dict[str, Tensor]) -> Path:
     """A copy of a model with the tensors of a layer, which its configuration tells of."""
-    rewrite(plain, out, lambda own: own.update(tensors))
+    edit_model(plain, out, lambda own: own.update(tensors))
     config = json.loads((out / "config.json").read_text())
     if config["model_type"] in BY_TYPE:
         config["num_nextn_predict_layers"] = 1
@@ -167,4 +167,4 @@ def second_layer(kind: str) -> str:
 
 def write_knowing(plain: Path, out: Path) -> Path:
     """A copy of a model with a state, and with such a layer."""
-    return rewrite(plain, out, lambda own: write_predicting(own, STATEFUL[0], two=False))
+    return edit_model(plain, out, lambda own: write_predicting(own, STATEFUL[0], two=False))

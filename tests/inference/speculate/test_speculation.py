@@ -11,7 +11,6 @@ from inference.config import EngineConfig, SpeculateConfig
 from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-from inference.scheduling.work import Work
 from inference.speculate.decoder import MOST_DEPTH, SpeculativeDecoder
 from inference.speculate.estimates import StepTime
 from tests.inference.speculate.requests import Replay, all_tokens, run_all, some_requests
@@ -143,7 +142,7 @@ def pretend(
     for times, seconds in kinds:
         times.note = _instead(times.note, seconds)
     note = found.note_time
-    found.note_time = _with_time(note, step)  # what trials are paid by
+    found.note_time = lambda work, _: note(work, step(work.tokens))  # what trials are paid by
     return found
 
 
@@ -151,12 +150,6 @@ def _instead(
     note: Callable[[int, float], None], seconds: Callable[[int], float]
 ) -> Callable[[int, float], None]:
     return lambda rows, _: note(rows, seconds(rows))
-
-
-def _with_time(
-    note: Callable[[Work, float], None], seconds: Callable[[int], float]
-) -> Callable[[Work, float], None]:
-    return lambda work, _: note(work, seconds(work.tokens))
 
 
 def test_a_depth_is_chosen_that_pays(tiny_llama):

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from formats.cache_scheme import StateSpec
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError
 from inference.accuracy import compare_logits
-from inference.config import EngineConfig, SpeculateConfig
+from inference.config import SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.scheduling.states import StateRows
 from inference.transformers_code.state_pool import StatePool, StateShape
 from tests.conftest import write_tokenizer
 from tests.inference.speculate.requests import Replay
+from tests.inference.transformers_code import test_states
 from tests.inference.transformers_code.test_states import ids_of
 from tests.tiny_models import tiny_config
 
@@ -84,13 +86,7 @@ def rounded(folder, tmp_path_factory) -> Path:
     return kept_in_int8(folder, tmp_path_factory.mktemp("s8") / "checkpoint")
 
 
-def engine_of(folder: Path, **config: Any) -> Engine:
-    sizes: dict[str, Any] = {
-        "max_batched_tokens": 512,
-        "max_batch_size": 4,
-        "max_model_len": 384,
-    } | config
-    return Engine.from_pretrained(folder, config=EngineConfig(**sizes))
+engine_of = partial(test_states.engine_of, max_batched_tokens=512)
 
 
 def rounded_once(x: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from inference.requests.request import SamplingParams
 from tests.fake_quantized import fake_quantized_logits
 from tests.families import check_engine, distance, transformers_logits
 from tests.gemma4 import ALL, write_tiny
+from tests.inference.transformers_code.test_transformers_code import ids_of
 from tests.ptq.quantizing import quantize_head
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -20,10 +21,6 @@ GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 def made(tmp_path_factory):
     """Folders of the tiny models, each written once."""
     return cache(lambda layout: write_tiny(tmp_path_factory.mktemp(layout) / "float", layout))
-
-
-def ids_of(count, seed=1):
-    return torch.randint(1, 384, (count,), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("layout", ALL)

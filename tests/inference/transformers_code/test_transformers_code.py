@@ -158,11 +158,11 @@ def test_what_keeps_another_state_is_refused(make_model, kind):
 
 
 def test_a_missing_tensor_is_named(make_model, tmp_path):
-    from tests.experts import rewrite
+    from tests.ptq.quantizing import edit_model
 
     source = make_model("opt", **(SMALL | KINDS["opt"]))
     name = "model.decoder.layers.0.self_attn.k_proj.bias"
-    folder = rewrite(source, tmp_path / "damaged", lambda tensors: tensors.pop(name))
+    folder = edit_model(source, tmp_path / "damaged", lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=name):
         engine_of(folder)
 

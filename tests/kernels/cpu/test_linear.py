@@ -27,13 +27,6 @@ def integers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
 
 
-def exact_linear(x, x_scale, q, w_scale, bias) -> torch.Tensor:
-    """The sums in int64, scaled in fp32."""
-    sums = (x.long() @ q.long().T).float()
-    out = sums * (x_scale.reshape(-1, 1) * w_scale.reshape(1, -1))
-    return out if bias is None else out + bias
-
-
 def in_fp64(x, weight, bias=None) -> torch.Tensor:
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).float()
 
@@ -52,7 +45,9 @@ def test_int8_linear_is_exact(rows, inputs, outputs, per_token, with_bias):
     w_scale = torch.rand(outputs) + 0.01
     bias = torch.randn(outputs) if with_bias else None
     got = linear(x, pack_int8(q, w_scale, bias), x_scale)
-    assert torch.equal(got, exact_linear(x, x_scale, q, w_scale, bias))
+    sums = (x.long() @ q.long().T).float()  # in int64, scaled in fp32
+    wanted = sums * (x_scale.reshape(-1, 1) * w_scale.reshape(1, -1))
+    assert torch.equal(got, wanted if bias is None else wanted + bias)
 
 
 @pytest.mark.parametrize("most", [127, -127, -128])  # the last of others' checkpoints

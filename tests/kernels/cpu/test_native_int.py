@@ -25,10 +25,6 @@ def integers(low: int, high: int, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int8)
 
 
-def powers_of_two(*shape: int) -> torch.Tensor:
-    return torch.exp2(torch.randint(-2, 3, shape).float())
-
-
 def groups_of(inputs: int, group: int | None) -> int:
     return 1 if group is None else -(-inputs // group)
 
@@ -72,7 +68,7 @@ def test_sums_of_groups_are_exact(isa, fmt, group, asymmetric):
         groups = groups_of(inputs, group)
         q = integers(*LIMITS[fmt], outputs, inputs, seed=1)
         zero = integers(*LIMITS[fmt], outputs, groups, seed=2) if asymmetric else None
-        scale = powers_of_two(outputs, groups)
+        scale = torch.exp2(torch.randint(-2, 3, (outputs, groups)).float())
         with native.forced(isa):
             packed = native.pack(q, fmt, scale, zero, group=group)
             for rows in (1, 3, 6, 14, *(MANY if outputs == 33 else ())):

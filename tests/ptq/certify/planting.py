@@ -13,6 +13,7 @@ from torch import Tensor
 from formats.files import sha256_file
 from formats.stored.folder import KV_SCALES, MANIFEST
 from inference.engine import Engine
+from tests.ptq.quantizing import edit_model
 
 Tensors = dict[str, Tensor]
 TABLE = "quant/scale_table.json"
@@ -21,11 +22,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def copied(source: Path, target: Path, change: Callable[[Tensors], None], **config: object) -> Path:
     """A copy of a float model of one file, its tensors and configuration changed."""
-    shutil.copytree(source, target)
-    file = target / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
+    edit_model(source, target, change)
     settings = json.loads((target / "config.json").read_text()) | config
     (target / "config.json").write_text(json.dumps(settings))
     return target

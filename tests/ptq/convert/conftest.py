@@ -15,20 +15,23 @@ SCHEMES = {
     "w4_channel": WeightSpec(dtype="int4"),
     "w8_asym_g64": WeightSpec(dtype="int8", granularity="group", group_size=64, symmetric=False),
 }
+ALL_SCHEMES = SCHEMES | {
+    "w8_g64": WeightSpec(dtype="int8", granularity="group", group_size=64)
+}  # with what only libraries are asked to run
 
 
 @pytest.fixture(scope="session")
 def quantized(tiny_llama, make_quantized, tmp_path_factory) -> Callable[[str], Path]:
-    """Factory of quantized tiny Llamas, by preset or by a name of SCHEMES."""
+    """Factory of quantized tiny Llamas, by preset or by a name of ALL_SCHEMES."""
     made: dict[str, Path] = {}
 
     def make(name: str) -> Path:
-        if name not in SCHEMES:
+        if name not in ALL_SCHEMES:
             return make_quantized(tiny_llama, name)
         if name not in made:
             out = tmp_path_factory.mktemp("source") / name
             with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(PRESETS, name, Scheme(weights=SCHEMES[name]))
+                patch.setitem(PRESETS, name, Scheme(weights=ALL_SCHEMES[name]))
                 made[name] = write_quantized(tiny_llama, out, name)
         return made[name]
 

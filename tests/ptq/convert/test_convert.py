@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
@@ -19,6 +18,7 @@ from ptq.convert.convert import convert, describe
 from tests.conftest import write_quantized
 from tests.ptq.convert.conftest import SCHEMES
 from tests.ptq.convert.foreign_folders import values
+from tests.ptq.quantizing import edit_model
 
 CASES = [
     *((preset, target) for preset in ("w4", *SCHEMES) for target in ("gptq", "gptq_v2")),
@@ -43,16 +43,6 @@ def require_weights(found: StoredWeight, wanted: StoredWeight) -> None:
     if wanted.zero_point is not None and found.zero_point is not None:
         assert torch.equal(found.zero_point, wanted.zero_point)
     torch.testing.assert_close(found.scale, wanted.scale, rtol=2**-11, atol=0)
-
-
-def resave(folder: Path, out: Path, change) -> Path:
-    """A copy of a folder with changed tensors."""
-    shutil.copytree(folder, out)
-    tensors = load_file(out / "model.safetensors")
-    change(tensors)
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)
@@ -121,7 +111,7 @@ def partly(make_model, make_quantized, tmp_path_factory) -> Path:
             tensors[f"{module}.weight"] = Checkpoint.open(model).tensor(f"{module}.weight")
 
     out = tmp_path_factory.mktemp("partly") / "source"
-    resave(make_quantized(model, "w4"), out, restore)
+    edit_model(make_quantized(model, "w4"), out, restore)
     shutil.rmtree(out / "quant")
     config = config_of(out)
     config["quantization_config"]["ignore"] = ["lm_head", "re:.*layers.0.mlp.(down|up)_proj$"]
@@ -177,7 +167,7 @@ def test_rounded_scales_and_a_lost_cache_are_told(quantized, tiny_llama, tmp_pat
         for name in [name for name in tensors if name.endswith("weight_scale")]:
             tensors[name] = tensors[name].float() * (1 + 2**-12)
 
-    source = resave(quantized("w4"), tmp_path / "fine", fine_scales)
+    source = edit_model(quantized("w4"), tmp_path / "fine", fine_scales)
     shutil.rmtree(source / "quant")
     done = convert(source, tmp_path / "rounded", "gptq")
     assert 2**-13 < done.scale_rounding <= 2**-11
@@ -278,7 +268,7 @@ Q = "model.layers.0.self_attn.q_proj"
     ],
 )
 def test_damaged_and_act_order_folders_are_refused(change, message, converted, tmp_path):
-    source = resave(converted("w4_g32", "gptq"), tmp_path / "damaged", change)
+    source = edit_model(converted("w4_g32", "gptq"), tmp_path / "damaged", change)
     with pytest.raises(CheckpointError, match=message):
         convert(source, tmp_path / "out", "compressed_tensors")
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
@@ -315,10 +305,7 @@ def test_the_converted_folder_takes_no_copies_of_old_settings(converted, tmp_pat
 
 
 def test_an_all_zero_channel_survives(make_model, tiny_llama, tmp_path):
-    model = shutil.copytree(tiny_llama, tmp_path / "model")
-    tensors = load_file(model / "model.safetensors")
-    tensors[f"{Q}.weight"][3] = 0
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    model = edit_model(tiny_llama, tmp_path / "model", lambda t: t[f"{Q}.weight"][3].zero_())
     source = write_quantized(model, tmp_path / "source", "w4")
     assert convert(source, tmp_path / "out", "gptq").scale_rounding < 2**-10
     convert(tmp_path / "out", tmp_path / "back", "compressed_tensors")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -103,12 +102,6 @@ def test_transformers_opens_it(tiny_llama, make_quantized, tmp_path):
     assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
 
 
-def rewrite_config(folder: Path, **change) -> None:
-    config = json.loads((folder / "config.json").read_bytes())
-    config |= change
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def test_what_cannot_be_one_is_refused(tiny_llama, make_quantized, tmp_path):
     with pytest.raises(CheckpointError, match="is a float model already"):
         convert(tiny_llama, tmp_path / "out", "float")
@@ -116,7 +109,8 @@ def test_what_cannot_be_one_is_refused(tiny_llama, make_quantized, tmp_path):
         convert(make_quantized(tiny_llama, "w4"), tmp_path / "out", "gptq", dtype="float32")
     source = shutil.copytree(make_quantized(tiny_llama, "w4"), tmp_path / "source")
     (source / "quant" / "manifest.json").unlink()
-    rewrite_config(source, dtype="float64")
+    config = json.loads((source / "config.json").read_bytes()) | {"dtype": "float64"}
+    (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="found dtype 'float64'; allowed: bfloat16, float16"):
         convert(source, tmp_path / "out", "float")
     tensors = load_file(source / "model.safetensors")

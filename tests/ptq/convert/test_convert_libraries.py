@@ -7,34 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from formats.checkpoint.read import Checkpoint
-from formats.scheme import PRESETS, Scheme, WeightSpec
 from ptq.convert.convert import convert
-from tests.conftest import write_quantized
+from tests.ptq.convert.conftest import ALL_SCHEMES
 
 MODEL = Path(__file__).resolve().parents[3] / "recipes" / "tiny-python"
 IDS = torch.arange(40)[None] % 384
-INT4 = {"dtype": "int4", "granularity": "group"}
-SCHEMES = {
-    "w4_g32": WeightSpec(**INT4, group_size=32),
-    "w4_asym": WeightSpec(**INT4, group_size=32, symmetric=False),
-    "w4_channel": WeightSpec(dtype="int4"),
-    "w8_g64": WeightSpec(dtype="int8", granularity="group", group_size=64),
-    "w8_asym": WeightSpec(dtype="int8", granularity="group", group_size=64, symmetric=False),
-}
-
-
-@pytest.fixture
-def quantized(tiny_llama, make_quantized, tmp_path):
-    """Factory of quantized tiny Llamas, by preset or by a name of SCHEMES."""
-
-    def make(name: str) -> Path:
-        if name in PRESETS:
-            return make_quantized(tiny_llama, name)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(PRESETS, name, Scheme(weights=SCHEMES[name]))
-            return write_quantized(tiny_llama, tmp_path / name, name)
-
-    return make
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options) -> nn.Module:
@@ -55,7 +32,7 @@ def float_weights(folder: Path, out: Path, dtype: str) -> dict[str, Tensor]:
     return {n: checkpoint.tensor(n) for n in checkpoint.names() if n.endswith("_proj.weight")}
 
 
-@pytest.mark.parametrize("name", [*SCHEMES, "w4c8", "c8"])
+@pytest.mark.parametrize("name", [*ALL_SCHEMES, "w4c8", "c8"])
 def test_compressed_tensors_runs_what_we_wrote(name, quantized, tmp_path):
     pytest.importorskip("compressed_tensors")
     from transformers import CompressedTensorsConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
@@ -34,6 +34,7 @@ from tests.ptq.convert.foreign_folders import (
     turn_inputs,
     values,
 )
+from tests.ptq.quantizing import edit_model
 
 IDS = list(range(3, 40))
 Q = "model.layers.0.self_attn.q_proj"
@@ -79,13 +80,12 @@ def test_logits_are_those_of_the_converted_checkpoint(name, target, converted, t
 
 def test_g_idx_may_be_absent(converted, tmp_path):
     folder = converted("w4_asym", "gptq_v2")
-    tensors = load_file(folder / "model.safetensors")
-    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith("g_idx")}
-    out = tmp_path / "plain"
-    out.mkdir()
-    for file in folder.iterdir():
-        (out / file.name).write_bytes(file.read_bytes())
-    save_file(plain, out / "model.safetensors", metadata={"format": "pt"})
+
+    def drop(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("g_idx")]:
+            del tensors[name]
+
+    out = edit_model(folder, tmp_path / "plain", drop)
     assert torch.equal(logits(out), logits(folder))
 
 

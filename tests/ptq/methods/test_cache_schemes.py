@@ -86,21 +86,15 @@ def test_fp8_keys_less_their_means_lose_less(make_model, tmp_path, granularity):
 
 def test_finer_scales_of_k_lose_less(make_model, tmp_path):
     """With outlier channels in K, a scale for each channel beats one for each head."""
-    from safetensors.torch import load_file, save_file
 
-    model = make_model("llama", seed=3)
-    source = tmp_path / "model"
-    source.mkdir()
-    for path in model.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(source / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith("k_proj.weight"):
-            tensor[[5, 21, 37, 53]] *= 30
-        if name.endswith("q_proj.weight"):
-            tensor[[i for i in range(128) if i % 16 == 5]] /= 32
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    ratios = {}
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("k_proj.weight"):
+                tensor[[5, 21, 37, 53]] *= 30
+            if name.endswith("q_proj.weight"):
+                tensor[[i for i in range(128) if i % 16 == 5]] /= 32
+
+    source, ratios = edit_model(make_model("llama", seed=3), tmp_path / "model", change), {}
     for granularity in ("per_head", "per_channel"):
         spec = KVCacheSpec(granularity=granularity)
         plan = make_plan(source, tmp_path / granularity, Scheme(kv_cache=spec), methods=())

@@ -19,11 +19,17 @@ from ptq.methods.smoothquant import SmoothQuant, SmoothQuantSpec
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import observe, starved_experts
-from ptq.pipeline.resume import ResumableRun
 from ptq.plan.describe import explain, group_modules
 from ptq.report.parts.loss import one_of_experts
-from tests.experts import FORMS, MOE, rewrite, stack_experts
-from tests.ptq.quantizing import fold_alpha, make_plan, observed_work, random_tokens
+from tests.experts import FORMS, MOE, stack_experts
+from tests.ptq.quantizing import (
+    edit_model,
+    fold_alpha,
+    make_plan,
+    observed_work,
+    random_tokens,
+    stopped_run,
+)
 
 SMOOTH = (SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=2), RTNSpec())
 ROUTERS = {
@@ -142,7 +148,7 @@ def test_outliers_of_the_experts_input_are_smoothed_in_the_checkpoint(make_model
             if "moe.gate" in name or name.endswith(("w1.weight", "w3.weight")):
                 tensor[:, [3, 50]] /= 64
 
-    model = rewrite(make_model("mixtral", **MOE["mixtral"]), tmp_path / "outliers", change)
+    model = edit_model(make_model("mixtral", **MOE["mixtral"]), tmp_path / "outliers", change)
     methods = (SmoothQuantSpec(alphas=(0.8,), search_samples=2), RTNSpec())
     plan = make_plan(model, tmp_path / "out", "a8w8", methods=methods)
     result = quantize_tokens(plan, random_tokens(), progress=False)
@@ -213,7 +219,7 @@ def starve(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def test_an_expert_that_is_never_chosen_is_told_of_and_calibrated(make_model, tmp_path):
-    model = rewrite(make_model("qwen3_moe", **MOE["qwen3_moe"]), tmp_path / "starved", starve)
+    model = edit_model(make_model("qwen3_moe", **MOE["qwen3_moe"]), tmp_path / "starved", starve)
     plan = make_plan(model, tmp_path / "out", "w4", methods=(AWQSpec(steps=2), GPTQSpec()))
     result = quantize_tokens(plan, random_tokens(), progress=False)
     starved = [event for event in result.events if event.kind == "expert_starved"]
@@ -269,16 +275,9 @@ def test_a_stopped_run_goes_on(make_model, tmp_path, monkeypatch):
     methods = (AWQSpec(steps=2, search_samples=2), GPTQSpec(), RefineSpec(iterations=2, batch=2))
     whole = make_plan(model, tmp_path / "whole", "w4", methods=methods)
     expected = quantize_tokens(whole, random_tokens(), progress=False)
-    plan, save = make_plan(model, tmp_path / "out", "w4", methods=methods), ResumableRun.save
-
-    def save_and_stop(self, *arguments):
-        save(self, *arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ResumableRun, "save", save_and_stop)
-    with pytest.raises(KeyboardInterrupt):
+    plan = make_plan(model, tmp_path / "out", "w4", methods=methods)
+    with stopped_run(by=KeyboardInterrupt):
         quantize_tokens(plan, random_tokens(), progress=False)
-    monkeypatch.setattr(ResumableRun, "save", save)
     found = quantize_tokens(plan, random_tokens(), progress=False)
     assert found.resumed_blocks == 1
     assert files(found.checkpoint) == files(expected.checkpoint)

@@ -20,10 +20,9 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
-from ptq.pipeline.resume import ResumableRun
 from ptq.plan.describe import describe_plan, explain
 from tests.experts import MOE
-from tests.ptq.quantizing import edit_model, make_plan, random_tokens
+from tests.ptq.quantizing import edit_model, make_plan, random_tokens, stopped_run
 
 MODELS = {
     "llama": {"attention_bias": True, "mlp_bias": True, "hidden_size": 96, "head_dim": 24},
@@ -165,22 +164,13 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(tiny_llama, tmp_path, monkeyp
     monkeypatch.setattr(resume, "SHARE", 1e9)
     methods = (RotationSpec(), SmoothQuantSpec(alphas=(0.8,), search_samples=2), RTNSpec())
 
-    class Stop(BaseException):
-        """Stands for a kill."""
-
-    def save_and_stop(self, *arguments):
-        save(self, *arguments)
-        raise Stop
-
     def run(folder: str):
         plan = make_plan(tiny_llama, tmp_path / folder, methods=methods)
         return quantize_tokens(plan, random_tokens(), progress=False)
 
-    expected, save = run("whole"), ResumableRun.save
-    with monkeypatch.context() as patch:
-        patch.setattr(ResumableRun, "save", save_and_stop)
-        with pytest.raises(Stop):
-            run("out")
+    expected = run("whole")
+    with stopped_run():
+        run("out")
     found = run("out")
     assert found.resumed_blocks == 1
     for path in expected.checkpoint.rglob("*.*"):

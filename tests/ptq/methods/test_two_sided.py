@@ -12,21 +12,16 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.two_sided import Layer, Side, TwoSided, TwoSidedSpec
 from ptq.pipeline.passes import observe
 from ptq.plan.describe import explain
+from tests.ptq.methods.test_gptq import SPECS as OF_GPTQ
+from tests.ptq.methods.test_gptq import W4
 from tests.ptq.quantizing import make_plan, observed_work, with_gradients
 from tests.tiny_families import DEEPSEEK
 
-W4 = WeightSpec(dtype="int4", granularity="group", group_size=32)
 Q4_K = PRESETS["w4_q4_k"].weights
 assert Q4_K is not None
 SPECS = (
-    W4,
-    W4.model_copy(update={"symmetric": False}),
-    W4.model_copy(update={"two_level": True}),
+    *OF_GPTQ,
     Q4_K,
-    WeightSpec(dtype="int4"),
-    WeightSpec(),
-    WeightSpec(dtype="fp8_e4m3"),
-    WeightSpec(dtype="fp8_e4m3", granularity="block"),
     WeightSpec(dtype="fp8_e4m3", granularity="per_tensor"),
     WeightSpec(dtype="fp4_e2m1", granularity="group", group_size=32),
 )

@@ -20,7 +20,7 @@ from ptq.pipeline.artifact import FISHER_FOLDER, Artifact
 from ptq.pipeline.resume import ResumableRun
 from ptq.plan import modules
 from ptq.recipe.schema import StatisticsSpec
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import Stop, make_plan, random_tokens
 
 
 @pytest.fixture
@@ -104,9 +104,6 @@ def test_a_run_stopped_after_its_backward_pass_takes_what_is_there(
 ):
     expected = quantize(tiny_llama, tmp_path / "whole")
     plan = make_plan(tiny_llama, tmp_path / "out", "w4", methods=(GPTQSpec(),))
-
-    class Stop(BaseException):
-        """Stands for a kill."""
 
     def stop(self, *_):
         raise Stop

@@ -41,11 +41,6 @@ def decoder(engine: Engine) -> Decoder:
     return engine.model
 
 
-def by_ops(checkpoint: Checkpoint) -> Engine:
-    whole = Engine.from_pretrained(checkpoint.path)
-    return Engine(checkpoint, whole.tokenizer, whole.config, CpuBackend(fused=False))
-
-
 @pytest.mark.parametrize("of_head", ["w8", "w4", "a8w8_dynamic", "a8w8", "fp8_channel"])
 def test_a_tied_head_is_stored_once_and_run_as_head_and_embedding(tiny_llama, tmp_path, of_head):
     checkpoint = quantize_head(tiny_llama, tmp_path / "out", of_head=of_head)
@@ -53,7 +48,8 @@ def test_a_tied_head_is_stored_once_and_run_as_head_and_embedding(tiny_llama, tm
     assert "model.embed_tokens.weight" not in checkpoint
     engine = Engine.from_pretrained(checkpoint.path)
     logits = engine.score(IDS)
-    assert torch.equal(logits, by_ops(checkpoint).score(IDS))
+    by_ops = Engine(checkpoint, engine.tokenizer, engine.config, CpuBackend(fused=False))
+    assert torch.equal(logits, by_ops.score(IDS))
     assert torch.equal(decoder(engine).embed(IDS), values(checkpoint)[IDS])
     wanted = fake_quantized_logits(checkpoint, IDS)
     assert (logits - wanted).norm() / wanted.norm() < 0.02

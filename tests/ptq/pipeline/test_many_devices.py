@@ -26,12 +26,11 @@ from ptq.output import CHECKPOINT_FOLDER, RESUME_FOLDER
 from ptq.pipeline import resume
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.driver import quantize_tokens, solve
-from ptq.pipeline.resume import ResumableRun
 from ptq.plan.plan import Plan, plan_recipe
 from ptq.recipe.reading import read_recipe
 from ptq.recipe.schema import DevicesSpec
 from ptq.result import QuantizationResult
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import make_plan, random_tokens, stopped_run
 
 SMOOTH = SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=3)
 RUNS_OF = {
@@ -108,17 +107,10 @@ def test_what_a_run_has_seen_is_solved_again_by_many(tiny_llama, tmp_path, monke
 
 def test_a_stopped_run_goes_on_with_another_number_of_devices(tiny_llama, tmp_path, monkeypatch):
     expected, told = left_by(run(tiny_llama, tmp_path / "whole", "w4_gptq", 1))
-    save, output = ResumableRun.save, tmp_path / "out"
-
-    def save_and_stop(self, *arguments):
-        save(self, *arguments)
-        raise KeyboardInterrupt
-
+    output = tmp_path / "out"
     monkeypatch.setattr(resume, "SHARE", 1e9)  # states are stored after every block
-    with monkeypatch.context() as patch:
-        patch.setattr(ResumableRun, "save", save_and_stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(tiny_llama, output, "w4_gptq", 3)
+    with stopped_run(by=KeyboardInterrupt):
+        run(tiny_llama, output, "w4_gptq", 3)
     found = run(tiny_llama, output, "w4_gptq", 2)
     assert found.resumed_blocks == 1
     assert left_by(found) == (expected, told)

@@ -27,7 +27,7 @@ from ptq.pipeline import driver as pipeline
 from ptq.pipeline import resume, solver
 from ptq.pipeline.key import DECIDING, code_key, deciding_files, run_key
 from ptq.pipeline.resume import ResumableRun
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import Stop, make_plan, random_tokens, stopped_run
 from tests.test_import_order import imported_modules
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,32 +56,18 @@ def model(make_model) -> Path:
     return make_model("llama", layers=4)
 
 
-class Stop(BaseException):
-    """Stands for a kill: nothing of ours catches it."""
-
-
 @pytest.mark.parametrize("scheme", SOLVES)
 @pytest.mark.parametrize("stopped_at", [1, 2, 3, 4])
-def test_a_stopped_run_goes_on(model, tmp_path, monkeypatch, scheme, stopped_at):
+def test_a_stopped_run_goes_on(model, tmp_path, scheme, stopped_at):
     whole = make_plan(model, tmp_path / "whole", scheme, methods=SOLVES[scheme])
     expected = pipeline.quantize_tokens(whole, random_tokens(), progress=False)
     plan = make_plan(model, tmp_path / "out", scheme, methods=SOLVES[scheme])
-    save, saved = ResumableRun.save, []
-
-    def save_and_stop(self, *arguments):
-        save(self, *arguments)
-        saved.append(1)
-        if len(saved) == stopped_at:
-            raise Stop
-
-    monkeypatch.setattr(ResumableRun, "save", save_and_stop)
-    with pytest.raises(Stop):
+    with stopped_run(stopped_at):
         pipeline.quantize_tokens(plan, random_tokens(), progress=False)
     assert unfinished(tmp_path / "out")
     assert not is_taken(tmp_path / "out")
     states = list((tmp_path / "out" / RESUME_FOLDER).glob("states-*"))
     assert 1 <= len(states) <= 2
-    monkeypatch.setattr(ResumableRun, "save", save)
     found = pipeline.quantize_tokens(plan, random_tokens(), progress=False)
     assert found.resumed_blocks == stopped_at
     assert files(found.checkpoint) == files(expected.checkpoint)

@@ -18,7 +18,7 @@ from ptq.pipeline.driver import quantize_tokens
 from tests.conftest import write_random, write_tokenizer
 from tests.families import check_rounding, distance, divergence, transformers_logits
 from tests.gemma4 import ALL, LAYOUTS, TEXT, write_tiny
-from tests.ptq.quantizing import SMOOTH, make_plan, random_tokens
+from tests.ptq.quantizing import SMOOTH, make_plan, random_tokens, stopped_run
 from tests.tiny_models import tiny_config
 
 METHODS = {"a8w8c8": SMOOTH, "w4": (RTNSpec(),), "w8": (RTNSpec(),), "c8": ()}
@@ -109,21 +109,8 @@ def test_a_run_goes_on_between_who_makes_and_who_reads(made, tmp_path, monkeypat
     methods = (RTNSpec(), RefineSpec(iterations=3, batch=2))
     whole = quantized(made("shared"), tmp_path / "whole", "w4", methods=methods)
     plan = make_plan(made("shared"), tmp_path / "cut", "w4", methods=methods)
-    save, saved = resume.ResumableRun.save, []
-
-    class Stop(BaseException):
-        """Stands for a kill."""
-
-    def save_and_stop(self, *arguments):
-        save(self, *arguments)
-        saved.append(1)
-        if len(saved) == 2:
-            raise Stop
-
-    monkeypatch.setattr(resume.ResumableRun, "save", save_and_stop)
-    with pytest.raises(Stop):
+    with stopped_run(2):
         quantize_tokens(plan, random_tokens(), progress=False)
-    monkeypatch.setattr(resume.ResumableRun, "save", save)
     found = quantize_tokens(plan, random_tokens(), progress=False)
     assert found.resumed_blocks == 2
     name = next(whole.path.glob("*.safetensors")).name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -183,11 +184,7 @@ def test_damaged_checkpoints_are_refused(both, tmp_path):
         ("gone", "sink_scales.safetensors is missing"),
         ("more", "sink tokens"),
     ):
-        copy = tmp_path / change
-        for path in (p for p in folder.rglob("*") if p.is_file()):
-            target = copy / path.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
+        copy = shutil.copytree(folder, tmp_path / change)
         (copy / "quant" / "manifest.json").unlink()
         if change == "gone":
             (copy / "quant" / "sink_scales.safetensors").unlink()

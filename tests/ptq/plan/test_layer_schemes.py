@@ -23,10 +23,9 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
-from ptq.pipeline.resume import ResumableRun
 from ptq.report.inspection import describe, inspect
 from tests.experts import MOE
-from tests.ptq.quantizing import make_plan, observed_work, random_tokens
+from tests.ptq.quantizing import make_plan, observed_work, random_tokens, stopped_run
 
 DOWN, FIRST = "re:.*down_proj", r"re:.*layers\.0\."
 SMOOTH = SmoothQuantSpec(alpha=0.5)
@@ -233,17 +232,9 @@ def test_a_mixture_goes_on_to_the_same_bytes_and_the_size_is_as_predicted(
         for n in "ab"
     ]
     quantize_tokens(plans[0], random_tokens(), progress=False)
-    save = ResumableRun.save
-
-    def save_and_stop(self, *arguments):
-        save(self, *arguments)
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(resume, "SHARE", 1e9)
-    monkeypatch.setattr(ResumableRun, "save", save_and_stop)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_run(by=KeyboardInterrupt):
         quantize_tokens(plans[1], random_tokens(), progress=False)
-    monkeypatch.setattr(ResumableRun, "save", save)
     assert quantize_tokens(plans[1], random_tokens(), progress=False).resumed_blocks == 1
     a, b = (tmp_path / name / "checkpoint" for name in "ab")
     files = [p.relative_to(a) for p in a.rglob("*.safetensors")] + ["config.json"]

@@ -10,11 +10,10 @@ from ptq.methods.two_sided import TwoSidedSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import describe_plan, explain
 from ptq.search.candidates import groups_of
-from tests.experts import rewrite
 from tests.inference.speculate.methods.test_mtp_quantized import write_predicting
 from tests.inference.speculate.methods.test_mtp_states import write_knowing
 from tests.inference.transformers_code.test_states import write_small
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import edit_model, make_plan, random_tokens
 
 LAYER = "model.mtp_layers.0"
 
@@ -23,7 +22,7 @@ LAYER = "model.mtp_layers.0"
 def model(make_model, tmp_path_factory):
     plain = make_model("mimo", num_nextn_predict_layers=1, tie_word_embeddings=False)
     out = tmp_path_factory.mktemp("mimo") / "model"
-    return rewrite(plain, out, lambda tensors: write_predicting(tensors, "mimo"))
+    return edit_model(plain, out, lambda tensors: write_predicting(tensors, "mimo"))
 
 
 def fates(plan):

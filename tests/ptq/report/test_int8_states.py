@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from calibrate.data import load_tokens
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
 from formats.scheme import PRESETS, Scheme
@@ -63,7 +64,8 @@ def test_a_run_keeps_states_in_int8_and_reports_what_that_loses(here, made, caps
 
     original, quantized = (Engine.from_pretrained(path) for path in (here / "model", out))
     floats = Engine.from_pretrained(out, quantized_kv=False)
-    sequences = _evaluation(here, original)
+    dataset = load_recipe(here / "r.yaml").dataset
+    sequences = load_tokens(dataset, original.tokenizer, "evaluation").sequences()
     assert data.states.accuracy == compare(floats, quantized, sequences)
     assert data.states.accuracy.kl_mean > 0
     assert data.accuracy == compare(original, quantized, sequences)
@@ -75,14 +77,6 @@ def test_a_run_keeps_states_in_int8_and_reports_what_that_loses(here, made, caps
 
     assert cli.main(["inspect", str(out)]) == 0
     assert "recurrent states: int8 by row and column" in capsys.readouterr().out
-
-
-def _evaluation(here: Path, engine: Engine):
-    from calibrate.data import load_tokens
-
-    return load_tokens(
-        load_recipe(here / "r.yaml").dataset, engine.tokenizer, "evaluation"
-    ).sequences()
 
 
 def test_a_model_without_recurrent_states_is_refused(here, tiny_llama):

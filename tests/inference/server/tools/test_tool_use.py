@@ -50,7 +50,6 @@ def llama3(*calls):
 
 GOOD, BAD, OTHER = ("add", '{"a": 1}'), ("add", '{"b": 1}'), ("find", '{"x": []}')
 NAMED = {"type": "function", "function": {"name": "add"}}
-YES = [[GOOD], [GOOD, OTHER]]
 
 
 @pytest.mark.parametrize("write", [hermes, llama3])

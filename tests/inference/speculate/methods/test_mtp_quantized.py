@@ -22,7 +22,6 @@ from ptq.plan.describe import describe_plan
 from ptq.report.generated import DraftPair, measure_drafts
 from ptq.report.inspection import describe, inspect
 from tests.adapters import write_adapter
-from tests.experts import rewrite
 from tests.fake_quantized import dequantized
 from tests.families import distance, transformers_logits
 from tests.formats.checkpoint.test_served_cache import served
@@ -34,7 +33,7 @@ from tests.inference.speculate.predicting import (
     write_predicting,
 )
 from tests.inference.speculate.requests import accepted
-from tests.ptq.quantizing import SMOOTH, make_plan, random_tokens
+from tests.ptq.quantizing import SMOOTH, edit_model, make_plan, random_tokens
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 PROMPTS = [[5 + i] * 15 + [9 + 3 * i] * i + [40 + i] for i in range(4)]
@@ -52,7 +51,7 @@ def original(make_model, tmp_path_factory, kind) -> Path:
     own = {"num_nextn_predict_layers": 2, "tie_word_embeddings": False}
     plain = make_model(kind, **KINDS[kind] | own)
     out = tmp_path_factory.mktemp("original") / "model"
-    return rewrite(plain, out, lambda tensors: write_predicting(tensors, kind))
+    return edit_model(plain, out, lambda tensors: write_predicting(tensors, kind))
 
 
 def layer_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
@@ -155,7 +154,7 @@ def test_other_software_may_say_nothing_of_the_layer_or_have_dropped_it(kept, ki
         for name in layer:
             del tensors[name]
 
-    dropped = rewrite(tmp_path / "silent", tmp_path / "dropped", drop)
+    dropped = edit_model(tmp_path / "silent", tmp_path / "dropped", drop)
     assert engine(dropped, None).generate(PROMPTS[:1], LONG)
     with pytest.raises(EngineError, match=r"no layer that predicts further tokens.*mtp=PATH"):
         engine(dropped)
@@ -233,7 +232,7 @@ def test_a_report_of_models_without_one_says_nothing(tiny_llama):
 @pytest.mark.parametrize("residual", [True, False])
 def test_rotation_leaves_it_out_or_as_it_was(make_model, tmp_path, residual):
     """It reads the residual stream; what is in it, of the values too, is its own."""
-    model = rewrite(
+    model = edit_model(
         make_model("mimo", num_nextn_predict_layers=1, tie_word_embeddings=False),
         tmp_path / "model",
         lambda tensors: write_predicting(tensors, "mimo"),
