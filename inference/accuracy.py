@@ -204,8 +204,13 @@ def score_long(original: Any, quantized: Any, ids: Tensor, start: int) -> Accura
         scores = compare_predictions(p[: len(targets)], q[: len(targets)], targets)
         found.append(scores.part(max(0, start - at), len(targets)))
         at += len(p)
-    own = (torch.cat([getattr(s, f.name) for s in found]) for f in fields(SequenceScores))
-    return summarize([SequenceScores(*own)])
+    return summarize([_joined(found)])
+
+
+def _joined(scores: Sequence[SequenceScores]) -> SequenceScores:
+    """Results of several texts, or parts of one, as those of one."""
+    names = [field.name for field in fields(SequenceScores)]
+    return SequenceScores(*(torch.cat([getattr(s, name) for s in scores]) for name in names))
 
 
 def compare_logits(original: Tensor, quantized: Tensor, ids: Tensor) -> SequenceScores:
@@ -283,11 +288,8 @@ def _not_finite(original: Tensor, quantized: Tensor) -> str:
 
 def summarize(scores: Sequence[SequenceScores]) -> Accuracy:
     """Put the results of all sequences together."""
-    nll_p, nll_q, kl, top1, top5 = (
-        torch.cat([getattr(score, name) for score in scores])
-        for name in ("nll_original", "nll_quantized", "kl", "top1", "top5")
-    )
-    original, quantized = nll_p.mean(), nll_q.mean()
+    own = _joined(scores)
+    original, quantized, kl = own.nll_original.mean(), own.nll_quantized.mean(), own.kl
     p50, p90, p99 = np.quantile(kl.numpy(), [0.5, 0.9, 0.99]).tolist()
     ends = _intervals(scores)
     return Accuracy(
@@ -305,9 +307,9 @@ def summarize(scores: Sequence[SequenceScores]) -> Accuracy:
         kl_p90=p90,
         kl_p99=p99,
         kl_max=kl.max().item(),
-        top1_agreement=top1.mean().item(),
+        top1_agreement=own.top1.mean().item(),
         top1_agreement_ci=ends[4],
-        top5_agreement=top5.mean().item(),
+        top5_agreement=own.top5.mean().item(),
         positions=_by_position(scores),
     )
 
@@ -366,10 +368,7 @@ def _by_position(scores: Sequence[SequenceScores]) -> tuple[PositionBucket, ...]
     buckets, start, end = [], 0, FIRST_BUCKET
     while start < longest:
         parts = [score.part(start, end) for score in scores if len(score.kl) > start]
-        original, quantized, kl, top1 = (
-            torch.cat([getattr(part, name) for part in parts]).mean()
-            for name in ("nll_original", "nll_quantized", "kl", "top1")
-        )
+        own = _joined(parts)
         ends = [None, None]
         if len(parts) > 1:
             ends = [percentile_interval(x) for x in _resampled_means(parts, "kl", "top1").T]
@@ -377,12 +376,12 @@ def _by_position(scores: Sequence[SequenceScores]) -> tuple[PositionBucket, ...]
             PositionBucket(
                 start=start,
                 end=min(end, longest),
-                tokens=sum(len(part.kl) for part in parts),
-                perplexity_original=_exp(original),
-                perplexity_quantized=_exp(quantized),
-                kl_mean=kl.item(),
+                tokens=len(own.kl),
+                perplexity_original=_exp(own.nll_original.mean()),
+                perplexity_quantized=_exp(own.nll_quantized.mean()),
+                kl_mean=own.kl.mean().item(),
                 kl_ci=ends[0],
-                top1_agreement=top1.item(),
+                top1_agreement=own.top1.mean().item(),
                 top1_ci=ends[1],
             )
         )

@@ -276,9 +276,10 @@ class Engine:
             )
         self._adapters.unload(name)
 
-    def _slot_of(self, adapter: str | None) -> int:
-        """The slot of a request's adapter; -1 for none."""
-        return -1 if adapter is None else self._adapters.slot_of(adapter)
+    def _slot_of(self, adapter: str | None) -> tuple[int, int]:
+        """The slot of a request's adapter, -1 for none; and how many tokens it gives."""
+        slot = -1 if adapter is None else self._adapters.slot_of(adapter)
+        return slot, self._adapters.given(slot)
 
     def check_alive(self) -> None:
         """Raise EngineEndedError where a process that the engine needs is gone."""
@@ -374,8 +375,7 @@ class Engine:
                 compiled ends the request later, with an error whose `param` is "constraint".
         """
         params = params or SamplingParams()
-        slot = self._slot_of(params.adapter)
-        given = self._adapters.given(slot)
+        slot, given = self._slot_of(params.adapter)
         name, tokens = self._new_name(request_id), self._tokens(prompt, given)
         check_tokens(params.stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
         biased = [token for token, _ in params.logit_bias]
@@ -417,8 +417,7 @@ class Engine:
         Raises:
             RequestError: as in `add_request`, or places or blocks would never suffice.
         """
-        slot = self._slot_of(adapter)
-        given = self._adapters.given(slot)
+        slot, given = self._slot_of(adapter)
         name, tokens = self._new_name(request_id), self._tokens(prompt, given)
         check_tokens(stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
         length = given + len(tokens)
@@ -508,7 +507,8 @@ class Engine:
                 result = self.loop.settle()
                 result.finished = refused + result.finished + self._requests.ask_for_less(error)
                 return result
-            self._drop()
+            self._requests.drop()
+            self.loop.drop()
             if isinstance(error, PTQError):
                 raise
             raise EngineError(
@@ -607,8 +607,7 @@ class Engine:
     ) -> Iterator[Tensor]:
         """`score`, a step's tokens at a time: logits of `max_batched_tokens` at the most."""
         tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        slot = self._slot_of(adapter)
-        given = self._adapters.given(slot)
+        slot, given = self._slot_of(adapter)
         self._check_prompt(tokens, room=given)
         ids = [0] * given + tokens
         sequence = TokenSequence(" score", ids, Terms(adapter=slot), whole=True, given=given)
@@ -694,11 +693,6 @@ class Engine:
     def _check_prompt(self, tokens: Sequence[int], room: int = 1) -> None:
         shape = self.model.config
         check_prompt(tokens, self._length, shape.max_positions, shape.vocab_size, room)
-
-    def _drop(self) -> None:
-        """Forget all requests, and the step on its way."""
-        self._requests.drop()
-        self.loop.drop()
 
 
 def _or_refused(output: RequestOutput) -> RequestOutput:

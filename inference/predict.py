@@ -98,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(beam_search(engine, [prompts.tokens(prompt)], params)[0][0].text(engine.tokenizer))
         return 0
     complete(engine, prompts.tokens(prompt), params, stream=arguments.stream)
-    if engine.speculation is not None and not arguments.quiet:
-        print(f"note: {counts.DraftCounts.of(engine.speculation).text()}", file=sys.stderr)
+    if (drafts := _drafts(engine)) and not arguments.quiet:
+        print(f"note: {drafts}", file=sys.stderr)
     return 0
 
 
@@ -115,15 +115,15 @@ def _complete_rows(
     failed = failures(arguments.input, rows, answers)
     for line in failed:
         print(line, file=sys.stderr)
-    print(f"{summary(rows, answers)}{_drafts(engine)}: {arguments.output}")
+    drafts = _drafts(engine)
+    print(f"{summary(rows, answers)}{drafts and '; '}{drafts}: {arguments.output}")
     return 1 if failed else 0
 
 
 def _drafts(engine: Engine) -> str:
-    """What became of drafts, for the line that sums rows up."""
-    if engine.speculation is None:
-        return ""
-    return f"; {counts.DraftCounts.of(engine.speculation).text()}"
+    """What became of drafts; empty where there are none."""
+    speculation = engine.speculation
+    return "" if speculation is None else counts.DraftCounts.of(speculation).text()
 
 
 def complete(

@@ -89,7 +89,8 @@ class PromptFormat:
             if not prompt:
                 raise RequestError("prompt: it is empty; give some text", "prompt")
             if not self.template:
-                return self._encode(prompt, special_tokens=True)
+                check_unicode(prompt)
+                return text_tokens(self.tokenizer, prompt)
             prompt = [{"role": "user", "content": prompt}]
         if not self.template:
             raise RequestError(
@@ -115,12 +116,7 @@ class PromptFormat:
         Raises:
             RequestError: it is no Unicode.
         """
-        return self._encode(text, special_tokens=False)
-
-    def _encode(self, text: str, *, special_tokens: bool) -> list[int]:
         check_unicode(text)
-        if special_tokens:
-            return text_tokens(self.tokenizer, text)
         options = {"add_special_tokens": False, "verbose": False}  # no word on its length
         return list(self.tokenizer(text, **options)["input_ids"])
 

@@ -114,9 +114,7 @@ def _fault(values: dict[str, Any]) -> str | None:
     if len(prompts) != 1:
         found = ", ".join(map(repr, values)) or "nothing"
         return f"a row has one of the keys 'src' and 'messages'; found {found}"
-    if not isinstance(values.get("tgt"), str | None):
-        return f"'tgt' is {json.dumps(values['tgt'])[:40]}; needed is a text or null"
-    for key in ("reference", "adapter"):
+    for key in ("tgt", "reference", "adapter"):
         if not isinstance(values.get(key), str | None):
             return f"{key!r} is {json.dumps(values[key])[:40]}; needed is a text or null"
     for key in ("src", "tgt", "reference"):
@@ -279,11 +277,9 @@ def write_rows(path: Path, rows: Sequence[Row], answers: Sequence[Answer]) -> No
     Raises:
         CheckpointError: it cannot be written.
     """
-    lines = []
-    for row, answer in zip(rows, answers, strict=True):
-        written = json.dumps(_written(row, answer), ensure_ascii=False)
-        lines.append(written + "\n")
-    text = "".join(lines)  # half a surrogate pair, which UTF-8 cannot hold, stays a JSON escape
+    made = [_written(*pair) for pair in zip(rows, answers, strict=True)]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made)
+    # half a surrogate pair, which UTF-8 cannot hold, stays a JSON escape
     replace_file(path, text.encode("utf-8", "backslashreplace"))
 
 

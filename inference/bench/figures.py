@@ -194,16 +194,12 @@ def describe(
         *notes,
         "",
         pd.DataFrame(rows).to_string(index=False),
-        *[_ratio_text(ratio) for ratio in ratios],
+        *[
+            f"batch {ratio.batch}: {ratio.model} runs prefill at {ratio.prefill.text(2, 'x')} and "
+            f"decode at {ratio.decode.text(2, 'x')} the speed of {ratio.reference}"
+            for ratio in ratios
+        ],
     ]
-
-
-def _ratio_text(ratio: Ratio) -> str:
-    prefill, decode = ratio.prefill.text(2, "x"), ratio.decode.text(2, "x")
-    return (
-        f"batch {ratio.batch}: {ratio.model} runs prefill at {prefill} and decode at {decode} the "
-        f"speed of {ratio.reference}"
-    )
 
 
 def _row(name: str, speed: Speed) -> dict[str, str | int]:

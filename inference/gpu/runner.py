@@ -397,8 +397,8 @@ class GpuRunner:
         self._captured.clear()
 
     def replay(self, sequences: int, times: int) -> None:
-        """Launch the graph of a decode step of so many sequences again and again; its kernels one by
-        one where steps are not captured."""
+        """Launch the graph of a decode step of so many sequences again and again; where steps are
+        not captured, its kernels one by one."""
         size = decodes_of(sequences)
         if self._graphs:
             graph = self._graph_of(size).graph

@@ -161,7 +161,8 @@ class ChatEncoder:
 
     @cached_property
     def _controls(self) -> _Finder:
-        return _Finder({t: a.content for t, a in self._added.items() if self._is_control(t)})
+        written, added = self._written(PLAIN), self._added.items()
+        return _Finder({t: a.content for t, a in added if a.special or t in written})
 
     @cached_property
     def _wider(self) -> _Finder:
@@ -171,9 +172,6 @@ class ChatEncoder:
     def _own(self) -> frozenset[int]:
         """Control tokens; one that stands for unknown characters comes of any text."""
         return frozenset(self._controls.texts | self._wider.texts) - {self._tokenizer.unk_token_id}
-
-    def _is_control(self, token: int) -> bool:
-        return self._added[token].special or token in self._written(PLAIN)
 
     def _written(self, chat: Messages) -> frozenset[int]:
         """Added tokens that the template writes in a chat; none where it refuses that."""

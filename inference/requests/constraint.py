@@ -7,8 +7,9 @@ imported, so that an HTTP process can refuse what is too large before it sends i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any, Literal, NoReturn, get_args
 
@@ -45,21 +46,20 @@ class Constraint:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise _refused(f"kind {self.kind!r}; {suggestion(str(self.kind), get_args(Kind))}")
+            raise unusable(f"kind {self.kind!r}; {suggestion(str(self.kind), get_args(Kind))}")
         if not isinstance(self.text, str):
-            raise _refused(f"its text is {self.text!r}; give a string")
+            raise unusable(f"its text is {self.text!r}; give a string")
         if len(self.text) > MOST_TEXT[self.kind]:
             most = MOST_TEXT[self.kind]
-            raise _refused(f"{len(self.text)} characters of {self.kind}; at most {most} are taken")
+            raise unusable(f"{len(self.text)} characters of {self.kind}; at most {most} are taken")
         if not self.text and self.kind != "json_object":
-            raise _refused(f"an empty {self.kind}; leave the constraint out for any text")
+            raise unusable(f"an empty {self.kind}; leave the constraint out for any text")
         if any("\ud800" <= c <= "\udfff" for c in self.text) or "\0" in self.text:
-            raise _refused("its text holds half a surrogate pair or a NUL; give valid Unicode")
+            raise unusable("its text holds half a surrogate pair or a NUL; give valid Unicode")
         if self.kind in ("json_schema", "structural_tag"):
             check_depth(self.text)
             value = read_json(self.text)
-            for schema in [value] if self.kind == "json_schema" else _schemas_of(value):
-                check_schema(schema)
+            _with_schemas(value, self.kind, check_schema)
 
     @property
     def plain(self) -> str:
@@ -67,7 +67,7 @@ class Constraint:
         if self.kind not in ("json_schema", "structural_tag"):
             return self.text
         value = read_json(self.text)
-        made = plain_schema(value) if self.kind == "json_schema" else _plain_tag(value)
+        made = _with_schemas(value, self.kind, plain_schema)
         return self.text if made == value else write_json(made)
 
     @classmethod
@@ -117,27 +117,15 @@ class Constraint:
         return cls("structural_tag", tag if isinstance(tag, str) else write_json(tag))
 
 
-def _schemas_of(tag: Any) -> Iterator[Any]:
-    """The schemas inside a structural tag."""
-    if isinstance(tag, list):
-        for part in tag:
-            yield from _schemas_of(part)
-    elif isinstance(tag, dict):
-        for key, part in tag.items():
-            if key in ("json_schema", "schema"):
-                yield part
-            else:
-                yield from _schemas_of(part)
-
-
-def _plain_tag(tag: Any) -> Any:
-    """A structural tag with its schemas in plain words."""
-    if isinstance(tag, list):
-        return [_plain_tag(part) for part in tag]
-    if not isinstance(tag, dict):
-        return tag
-    schemas = ("json_schema", "schema")
-    return {k: plain_schema(v) if k in schemas else _plain_tag(v) for k, v in tag.items()}
+def _with_schemas(value: Any, key: str, change: Callable[[Any], Any]) -> Any:
+    """A schema changed, or a structural tag whose schemas are; `key` is what the value is named."""
+    if key in ("json_schema", "schema"):
+        return change(value)
+    if isinstance(value, list):
+        return [_with_schemas(part, "", change) for part in value]
+    if isinstance(value, dict):
+        return {k: _with_schemas(part, k, change) for k, part in value.items()}
+    return value
 
 
 def check_depth(text: str) -> None:
@@ -157,7 +145,7 @@ def check_depth(text: str) -> None:
         elif c in "[{":
             depth += 1
             if depth > MOST_DEPTH:
-                raise _refused(f"objects and lists more than {MOST_DEPTH} deep; make it flatter")
+                raise unusable(f"objects and lists more than {MOST_DEPTH} deep; make it flatter")
         elif c in "]}":
             depth -= 1
 
@@ -171,7 +159,7 @@ def read_json(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except ValueError as error:
-        raise _refused(f"it is no JSON: {error}") from error
+        raise unusable(f"it is no JSON: {error}") from error
 
 
 def write_json(value: Any) -> str:
@@ -183,7 +171,7 @@ def write_json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise _refused(f"it cannot be written as JSON: {error}") from error
+        raise unusable(f"it cannot be written as JSON: {error}") from error
 
 
 def _no_number(name: str) -> NoReturn:
@@ -195,5 +183,9 @@ def _finite(digits: str) -> float:
     return value if isfinite(value) else _no_number(digits[:20])
 
 
-def _refused(message: str) -> RequestError:
-    return RequestError(f"constraint: {message}", "constraint")
+def refused(field: str, fault: str) -> RequestError:
+    """A field of a request cannot be used, for a reason."""
+    return RequestError(f"{field}: {fault}", field)
+
+
+unusable = partial(refused, "constraint")

@@ -165,11 +165,8 @@ class _Rewriter:
                     raise TypeError
                 return self._both(one, target) if turned else self._both(target, other)
             if "allOf" in part:  # of one
-                return (
-                    self._both(one, part["allOf"][0])
-                    if turned
-                    else self._both(part["allOf"][0], other)
-                )
+                target = part["allOf"][0]
+                return self._both(one, target) if turned else self._both(target, other)
             for key in CHOICES:
                 if key in part:
                     return self._choice(key, one, other, turned)

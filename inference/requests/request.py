@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from formats.errors import RequestError
 from formats.scheme import Strict
-from inference.requests.constraint import Constraint
+from inference.requests.constraint import Constraint, refused
 
 Item = TypeVar("Item")
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -112,19 +112,17 @@ class SamplingParams(RequestParams):
     def model_post_init(self, context: object, /) -> None:
         """Check what no single value's limits tell."""
         if 0 < self.temperature < LEAST:
-            raise RequestError(
-                f"temperature: found {self.temperature}; give 0, for greedy, or from {LEAST} on",
-                "temperature",
+            raise refused(
+                "temperature", f"found {self.temperature}; give 0, for greedy, or from {LEAST} on"
             )
         if "" in self.stop:
-            raise RequestError("stop: an empty text would end every output at once", "stop")
+            raise refused("stop", "an empty text would end every output at once")
         if self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}",
-                "min_tokens",
+            raise refused(
+                "min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}"
             )
         if len(dict(self.logit_bias)) < len(self.logit_bias):
-            raise RequestError("logit_bias: a token is there twice; give each once", "logit_bias")
+            raise refused("logit_bias", "a token is there twice; give each once")
 
 
 class ListView(Sequence[Item]):
@@ -214,9 +212,7 @@ def check_tokens(tokens: Sequence[int], vocabulary: int, param: str) -> None:
     """
     bad = [t for t in tokens if not (isinstance(t, int) and 0 <= t < vocabulary)]
     if bad:
-        raise RequestError(
-            f"{param}: token {bad[0]!r} is not in the vocabulary of {vocabulary}", param
-        )
+        raise refused(param, f"token {bad[0]!r} is not in the vocabulary of {vocabulary}")
 
 
 def check_prompt(
@@ -234,7 +230,7 @@ def check_prompt(
         RequestError: it is empty, too long or holds unknown tokens.
     """
     if not tokens:
-        raise RequestError("prompt: it is empty; give at least one token", "prompt")
+        raise refused("prompt", "it is empty; give at least one token")
     if len(tokens) + room > length:
         or_raise = f", or raise max_model_len up to {positions}" if length < positions else ""
         raise RequestError(

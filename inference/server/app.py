@@ -47,22 +47,15 @@ ROUTES: list[tuple[str, str, Handler, type[BaseModel] | None, tuple[str, ...]]] 
     ("POST", "/generate/stream", generate.generate_stream, generate.GenerateBody, (EVENTS,)),
 ]
 REFS = "#/components/schemas/{model}"
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """The schema of an object that has all of these."""
+    return {"type": "object", "required": [*properties], "properties": properties}
+
+
+TEXT, TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+ERROR = _object(error=_object(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=TEXT_OR_NULL))
 STATUSES = {
     400: "The request is wrong; `param` names the field",
     401: "The key is missing or wrong",
@@ -175,11 +168,8 @@ def _operation(path: str, model: type[BaseModel] | None, kinds: tuple[str, ...])
         fixed = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         extra["parameters"] = [{"name": name} | fixed for name in names]
     if model is not None:
-        schema = {"$ref": REFS.format(model=model.__name__)}
-        extra["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": schema}},
-        }
+        body = {JSON: {"schema": {"$ref": REFS.format(model=model.__name__)}}}
+        extra["requestBody"] = {"required": True, "content": body}
     return extra
 
 

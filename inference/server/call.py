@@ -58,16 +58,9 @@ def beam_params(body: GenerationBody, params: SamplingParams, logprobs: int | No
         RequestError: a value is not allowed; `param` names the field.
     """
     given = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
-    return BeamParams(
-        beam_width=body.beam_width or 1,
-        n=body.n or 1,
-        max_tokens=params.max_tokens,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        logprobs=logprobs,
-        adapter=params.adapter,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    same = params.model_dump(include={"max_tokens", "stop_token_ids", "ignore_eos", "adapter"})
+    same |= {name: value for name, value in given.items() if value is not None}
+    return BeamParams(beam_width=body.beam_width or 1, n=body.n or 1, logprobs=logprobs, **same)
 
 
 @dataclass

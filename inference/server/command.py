@@ -59,9 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     template = None if path is None else _read(path, "--chat-template")
     if arguments.engine[0] == "vllm":
         folder = locate_model(arguments.checkpoint, arguments.revision)
-        start_vllm(
-            arguments, parser().parse_args([str(arguments.checkpoint)]), folder, key, further
-        )
+        defaults = parser().parse_args([str(arguments.checkpoint)])
+        start_vllm(arguments, defaults, folder, key, further)
     if further:
         raise RequestError(f"-- {' '.join(further)}: of vLLM; add --engine vllm, or leave it out")
     require_extra()

@@ -38,15 +38,9 @@ CONTROL_TOKENS = (
     "chats: vLLM makes control tokens of those that messages spell, as this engine does by "
     "--special-tokens-in-content alone."
 )
-BOTH = {  # what `ptq serve` itself does of its options, before vLLM starts
-    "checkpoint",
-    "engine",
-    "quiet",
-    "revision",
-    "api_key",
-    "api_key_file",
-    "special_tokens_in_content",
-}
+BOTH = frozenset(  # what `ptq serve` itself does of its options, before vLLM starts
+    "checkpoint engine quiet revision api_key api_key_file special_tokens_in_content".split()
+)
 BY_VLLM = {"mxfp8": "mxfp8-quantized", "mxfp4": "mxfp4-pack-quantized"}
 
 

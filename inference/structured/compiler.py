@@ -24,7 +24,7 @@ from weakref import finalize
 import numpy as np
 
 from formats.errors import RequestError
-from inference.requests.constraint import Constraint
+from inference.requests.constraint import Constraint, unusable
 from inference.structured.helper import Answer, Bounds
 
 Compiled = tuple[Any, int]  # xgrammar's, and its bytes as JSON
@@ -84,7 +84,7 @@ class HelperLink:
         with self._lock:
             asked, self._asked = self._asked or {}, None
         for future in asked.values():
-            future.set_exception(refused("the process that compiles it has ended; ask again"))
+            future.set_exception(unusable("the process that compiles it has ended; ask again"))
 
     def _take(self, answer: Answer) -> None:
         import xgrammar
@@ -93,19 +93,14 @@ class HelperLink:
         with self._lock:
             future = (self._asked or {}).pop(number)
         if text is None:
-            future.set_exception(refused(str(refusal)))
+            future.set_exception(unusable(str(refusal)))
         else:
             try:
                 compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
             except RuntimeError as error:
-                future.set_exception(refused(str(error)))
+                future.set_exception(unusable(str(error)))
             else:
                 future.set_result((compiled, len(text)))
-
-
-def refused(reason: str) -> RequestError:
-    """A constraint cannot be used, for a reason."""
-    return RequestError(f"constraint: {reason}", "constraint")
 
 
 class GrammarCompiler:
@@ -140,7 +135,7 @@ class GrammarCompiler:
             RequestError: xgrammar is not installed.
         """
         if find_spec("xgrammar") is None:
-            raise refused(f"it needs xgrammar, which is not installed; {INSTALL}")
+            raise unusable(f"it needs xgrammar, which is not installed; {INSTALL}")
         future: Future[MakeMatcher] = Future()
         with self._lock:
             kept = self._kept.get(constraint)
@@ -164,7 +159,7 @@ class GrammarCompiler:
                 asked = self._start_link().ask(constraint)
             asked.add_done_callback(partial(self._keep, constraint, future))
         except Exception as error:  # whatever keeps it from starting, the request gets the error
-            future.set_exception(refused(f"nothing compiles it here: {error}"))
+            future.set_exception(unusable(f"nothing compiles it here: {error}"))
 
     def _start_link(self) -> HelperLink:
         if self._info is None:
@@ -180,19 +175,16 @@ class GrammarCompiler:
         """Keep what was compiled, and pass it on."""
         error = asked.exception()
         if error is not None:
-            future.set_exception(error if isinstance(error, RequestError) else refused(str(error)))
+            future.set_exception(error if isinstance(error, RequestError) else unusable(str(error)))
             return
         compiled, nbytes = asked.result()
         make = partial(GrammarMatcher, compiled, -(-self._vocabulary // 32), self._ends)
         with self._lock:
             self._kept[constraint] = make, nbytes
-            while len(self._kept) > 1 and self._full():
-                self._kept.popitem(last=False)
+            held = sum(each for _, each in self._kept.values())
+            while len(self._kept) > 1 and (len(self._kept) > MOST_KEPT or held > MOST_BYTES):
+                held -= self._kept.popitem(last=False)[1][1]
         future.set_result(make)
-
-    def _full(self) -> bool:
-        held = sum(nbytes for _, nbytes in self._kept.values())
-        return len(self._kept) > MOST_KEPT or held > MOST_BYTES
 
 
 def tokenizer_info(tokenizer: Any, vocabulary: int, ends: Set[int]) -> Any:

@@ -12,19 +12,8 @@ from inference.beam_search import BeamParams, BeamSearch
 from inference.engine import Engine
 from inference.requests.request import StepResult
 from inference.scheduling.acceptance import NOT_FINITE
+from inference.server import messages
 from inference.server.engine.channel import Channel
-from inference.server.messages import (
-    Abort,
-    AdapterSet,
-    BeamDone,
-    EngineInfo,
-    EngineStats,
-    Failed,
-    Refused,
-    SetAdapter,
-    Step,
-    ToEngine,
-)
 from inference.speculate.counts import DraftCounts
 from kernels.attention_inputs import KV_BLOCK
 
@@ -45,7 +34,7 @@ class EngineLoop:
         self._names: set[str] = set()  # of requests that have not ended
         self._beams: dict[str, BeamSearch] = {}
         self._failures = self._failed_steps = self._corrupted = 0
-        self._last_stats = EngineStats()
+        self._last_stats = messages.EngineStats()
 
     def run(self) -> NoReturn:
         """Answer messages for good.
@@ -57,21 +46,21 @@ class EngineLoop:
         self._channel.send(describe(self._engine))
         while True:
             idle = not self._engine.has_unfinished
-            messages = self._channel.receive(wait=idle, seconds=LOOK)
+            received = self._channel.receive(wait=idle, seconds=LOOK)
             self._engine.check_alive()
-            for message in messages:
+            for message in received:
                 self._take(message)
             if self._engine.has_unfinished:
                 self._step()
-            elif messages:  # what was aborted gave its blocks back
-                self._channel.send(Step(stats=self._stats()))
+            elif received:  # what was aborted gave its blocks back
+                self._channel.send(messages.Step(stats=self._stats()))
 
-    def _take(self, message: ToEngine) -> None:
-        if isinstance(message, Abort):
+    def _take(self, message: messages.ToEngine) -> None:
+        if isinstance(message, messages.Abort):
             for name in message.names:
                 self._abort(name)
             return
-        if isinstance(message, SetAdapter):
+        if isinstance(message, messages.SetAdapter):
             self._set_adapter(message)
             return
         name, prompt, params = message.name, message.prompt, message.params
@@ -82,7 +71,7 @@ class EngineLoop:
                 self._engine.add_request(prompt, params, name)
                 self._names.add(name)
         except RequestError as error:
-            self._channel.send(Refused(name, str(error), error.param))
+            self._channel.send(messages.Refused(name, str(error), error.param))
 
     def _abort(self, name: str) -> None:
         if name in self._beams:
@@ -91,7 +80,7 @@ class EngineLoop:
             self._names.remove(name)
             self._engine.abort(name)
 
-    def _set_adapter(self, message: SetAdapter) -> None:
+    def _set_adapter(self, message: messages.SetAdapter) -> None:
         try:
             if message.path is None:
                 self._engine.unload_adapter(message.adapter)
@@ -100,9 +89,9 @@ class EngineLoop:
         except EngineEndedError:
             raise
         except PTQError as error:
-            self._channel.send(Refused(message.name, str(error)))
+            self._channel.send(messages.Refused(message.name, str(error)))
         else:
-            self._channel.send(AdapterSet(message.name, adapters_of(self._engine)))
+            self._channel.send(messages.AdapterSet(message.name, adapters_of(self._engine)))
 
     def _step(self) -> None:
         try:
@@ -119,9 +108,13 @@ class EngineLoop:
             self._channel.send(step)
         self._last_stats = step.stats
         for search in [search for search in self._beams.values() if search.done]:
-            self._end_beam(search)
+            del self._beams[search.name]
+            if search.error is None:
+                self._channel.send(messages.BeamDone(search.name, search.hypotheses))
+            else:
+                self._channel.send(messages.Failed([search.name], search.error))
 
-    def _message(self, result: StepResult) -> Step:
+    def _message(self, result: StepResult) -> messages.Step:
         ended = []
         for output in result.finished:
             name, reason = output.request_id, output.finish_reason
@@ -132,8 +125,8 @@ class EngineLoop:
             if output.param is None:
                 ended.append((name, reason, output.error))
             else:  # found out only after it was taken
-                self._channel.send(Refused(name, output.error or "", output.param))
-        return Step(
+                self._channel.send(messages.Refused(name, output.error or "", output.param))
+        return messages.Step(
             names=list(result.names),
             tokens=list(result.tokens),
             logprobs=[(name, dict(found)) for name, found in result.logprobs],
@@ -146,13 +139,6 @@ class EngineLoop:
             stats=self._stats(),
         )
 
-    def _end_beam(self, search: BeamSearch) -> None:
-        del self._beams[search.name]
-        if search.error is None:
-            self._channel.send(BeamDone(search.name, search.hypotheses))
-        else:
-            self._channel.send(Failed([search.name], search.error))
-
     def _fail(self, error: EngineError) -> None:
         """A step failed, and all requests with it; raise the error where it is the last."""
         self._failures += 1
@@ -160,8 +146,8 @@ class EngineLoop:
         names = [*self._names, *self._beams]
         self._names.clear()
         self._beams.clear()  # the engine holds none of their requests any more
-        self._channel.send(Failed(names, str(error)))
-        self._channel.send(Step(stats=self._stats()))
+        self._channel.send(messages.Failed(names, str(error)))
+        self._channel.send(messages.Step(stats=self._stats()))
         if isinstance(error, EngineEndedError):
             raise error
         if _of_the_device(error):
@@ -170,10 +156,10 @@ class EngineLoop:
             raise EngineError(f"{MOST_FAILURES} steps in a row failed, the last so: {error}")
         self._engine.check_integrity()
 
-    def _stats(self) -> EngineStats:
+    def _stats(self) -> messages.EngineStats:
         blocks, (waiting, running) = self._engine.stats(), self._engine.queues
         drafts = DraftCounts.of(self._engine.speculation)
-        return EngineStats(
+        return messages.EngineStats(
             waiting=waiting,
             running=running,
             blocks_total=blocks.total,
@@ -202,13 +188,13 @@ def adapters_of(engine: Engine) -> dict[str, str]:
     return {name: str(path) for name, path in engine.adapters.items()}
 
 
-def describe(engine: Engine) -> EngineInfo:
+def describe(engine: Engine) -> messages.EngineInfo:
     """What the HTTP process learns of an engine."""
     sizes, pool = engine.config, engine.pools[0]
     assert sizes.max_model_len is not None
     assert sizes.kv_blocks is not None
     shape = engine.model.config
-    return EngineInfo(
+    return messages.EngineInfo(
         max_model_len=sizes.max_model_len,
         max_positions=shape.max_positions,
         vocab_size=shape.vocab_size,

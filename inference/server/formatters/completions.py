@@ -81,10 +81,8 @@ def _check(body: CompletionBody) -> None:
     if best_of is not None and best_of < n:
         raise ApiError(400, f"best_of: {best_of} is less than n, {n}", "best_of")
     if body.stream and best_of is not None and best_of > n:
-        message = (
-            "best_of: which answers are best is known at their end; leave out stream or best_of"
-        )
-        raise ApiError(400, message, "best_of")
+        why = "which answers are best is known at their end; leave out stream or best_of"
+        raise ApiError(400, f"best_of: {why}", "best_of")
     if body.max_tokens == 0 and not body.echo:
         message = "max_tokens: 0 needs echo, for there is nothing else to tell; give 1 or more"
         raise ApiError(400, message, "max_tokens")

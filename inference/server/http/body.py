@@ -107,7 +107,8 @@ def _refusal(error: ValidationError, raw: Any, model: type[BaseModel]) -> ApiErr
     """The first fault in words, with the field that a client knows."""
     fault = error.errors(include_url=False)[0]
     place = _place(fault["loc"], raw, named=fault["type"] in ("extra_forbidden", "missing"))
-    param = _spelled(place)
+    parts = [f"[{name}]" if isinstance(name, int) else f".{name}" for name in place]
+    param = "".join(parts).removeprefix(".")
     if fault["type"] == "extra_forbidden":
         guess = ""
         if len(place) == 1:
@@ -141,11 +142,6 @@ def _place(loc: Sequence[int | str], raw: Any, *, named: bool) -> list[int | str
         elif named and step == len(loc) - 1:
             place.append(name)
     return place
-
-
-def _spelled(place: Sequence[int | str]) -> str:
-    parts = [f"[{name}]" if isinstance(name, int) else f".{name}" for name in place]
-    return "".join(parts).removeprefix(".")
 
 
 def _kind(raw: Any) -> str:

@@ -226,16 +226,11 @@ class EventStream(Response):
         except Exception as error:  # the boundary of a request: its stream ends with an event
             if not writer.begun:
                 raise
-            await writer.write(_as_api_error(error).frame)
+            if not isinstance(error, ApiError | PTQError):  # which tells a client no internals
+                LOG.error("a defect ended a stream", exc_info=error)
+                error = ApiError(500, DEFECT)
+            await writer.write(api_error(error).frame)
         await writer.write(self._done, more=False)
-
-
-def _as_api_error(error: Exception) -> ApiError:
-    """What a client reads of an error; a defect of ours is logged, and shown without internals."""
-    if isinstance(error, ApiError | PTQError):
-        return api_error(error)
-    LOG.error("a defect ended a stream", exc_info=error)
-    return ApiError(500, DEFECT)
 
 
 class _Writer:

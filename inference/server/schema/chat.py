@@ -6,17 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
 from inference.server.schema.generation import (
     Body,
+    Either,
     Int,
     JsonObject,
     Labels,
-    kind_of_text,
+    by_field,
     parts_of,
     refused,
     refused_if_true,
+    refused_where,
 )
 
 MOST_TOOLS = 128
@@ -112,11 +114,7 @@ class TextPart(Labels):
 
 
 Part = Annotated[TextPart, parts_of("text")]
-Content = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[Annotated[list[Part], Field(min_length=1)], Tag("texts")],
-    Discriminator(kind_of_text),
-]
+Content = Either[str, Annotated[list[Part], Field(min_length=1)]]
 
 
 class FunctionCall(Labels):
@@ -137,18 +135,14 @@ class ToolCall(Labels):
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-def _known_role(role: Any) -> Any:
-    if role not in ROLES:
-        raise ValueError(f"there is no such role; allowed are {', '.join(ROLES)}")
-    return role
+NO_ROLE = f"there is no such role; allowed are {', '.join(ROLES)}"
+KNOWN_ROLE = BeforeValidator(refused_where(lambda role: role not in ROLES, NO_ROLE))
 
 
 class Message(Labels):
     """What is said by whom; of text only."""
 
-    role: Annotated[Literal["system", "developer", "user"], BeforeValidator(_known_role)]
+    role: Annotated[Literal["system", "developer", "user"], KNOWN_ROLE]
     content: Content
     name: str | None = Field(default=None, max_length=256)
 
@@ -191,16 +185,11 @@ class ToolMessage(Labels):
     name: str | None = Field(default=None, max_length=256)
 
 
-def _speaker(value: Any) -> str | None:
-    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
-    return role if role in ("assistant", "tool") else "other"
-
-
 AnyMessage = Annotated[
     Annotated[Message, Tag("other")]
     | Annotated[AssistantMessage, Tag("assistant")]
     | Annotated[ToolMessage, Tag("tool")],
-    Discriminator(_speaker),
+    by_field("role", "assistant", "tool", default="other"),
 ]
 
 

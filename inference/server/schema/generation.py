@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -26,7 +26,7 @@ from inference.requests.constraint import Constraint
 from inference.requests.request import MOST_BIASES
 from inference.server.settings import Limits
 
-LIMITS = Limits()
+LIMITS, UNSUPPORTED = Limits(), "this server does not support it: "
 
 
 def _whole(value: Any) -> Any:
@@ -77,10 +77,12 @@ class Labels(Body):
     extra_content: JsonObject | None = Field(default=None, exclude=True)
 
 
-def _refused_where(wrong: Callable[[Any], bool], why: str) -> Callable[[Any], Any]:
+def refused_where(wrong: Callable[[Any], bool], fault: str) -> Callable[[Any], Any]:
+    """A check that refuses some values, and says why."""
+
     def check(value: Any) -> Any:
         if wrong(value):
-            raise ValueError(f"this server does not support it: {why}")
+            raise ValueError(fault)
         return value
 
     return check
@@ -88,46 +90,59 @@ def _refused_where(wrong: Callable[[Any], bool], why: str) -> Callable[[Any], An
 
 def refused(why: str) -> BeforeValidator:
     """Of a field that OpenAI has and this server has not, which is to be absent or null."""
-    return BeforeValidator(_refused_where(lambda value: value is not None, why))
+    return BeforeValidator(refused_where(lambda value: value is not None, UNSUPPORTED + why))
 
 
 def refused_unless_empty(why: str) -> BeforeValidator:
     """Refuse an object with entries; clients that always send the field send an empty one."""
-    return BeforeValidator(_refused_where(lambda v: isinstance(v, dict) and bool(v), why))
+    filled = refused_where(lambda v: isinstance(v, dict) and bool(v), UNSUPPORTED + why)
+    return BeforeValidator(filled)
 
 
 def refused_if_true(why: str) -> AfterValidator:
     """Of a field that may be false or absent only; a literal False would take 0 as well."""
-    return AfterValidator(_refused_where(bool, why))
+    return AfterValidator(refused_where(bool, UNSUPPORTED + why))
 
 
-def kind_of_text(value: Any) -> str:
-    """Whether a value that may be a text or a list of them is a list."""
-    return "texts" if isinstance(value, list) else "text"
+def only_types(fault: str, *kinds: str) -> BeforeValidator:
+    """Of an object whose `type` is to be one of these; `fault` says so of another, `{kind!r}`."""
 
-
-def parts_of(*kinds: str) -> BeforeValidator:
-    """Of a part of a message, which is to be of one of these types."""
-
-    def check(part: Any) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in kinds:
-            raise ValueError(
-                f"a part of type {kind!r} is not supported: this model reads text only"
-            )
-        return part
+            raise ValueError(fault.format(kind=kind))
+        return value
 
     return BeforeValidator(check)
 
 
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=LIMITS.stop_characters)]
-Stops = Annotated[
-    Annotated[Stop, Tag("text")]
-    | Annotated[list[Stop], Field(max_length=LIMITS.stops), Tag("texts")],
-    Discriminator(kind_of_text),
+def parts_of(*kinds: str) -> BeforeValidator:
+    """Of a part of a message, which is to be of one of these types."""
+    fault = "a part of type {kind!r} is not supported: this model reads text only"
+    return only_types(fault, *kinds)
+
+
+def by_field(field: str, *kinds: str, default: str) -> Discriminator:
+    """Of objects, or models, whose kind a field names; any other value of it is the default."""
+
+    def kind_of(value: Any) -> str:
+        kind = value.get(field) if isinstance(value, dict) else getattr(value, field, None)
+        return kind if kind in kinds else default
+
+    return Discriminator(kind_of)
+
+
+One = TypeVar("One")
+Several = TypeVar("Several")
+Either = Annotated[  # such as a text, or a list of them
+    Annotated[One, Tag("text")] | Annotated[Several, Tag("texts")],
+    Discriminator(lambda value: "texts" if isinstance(value, list) else "text"),
 ]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=LIMITS.stop_characters)]
+Stops = Either[Stop, Annotated[list[Stop], Field(max_length=LIMITS.stops)]]
 BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Unpadded = Annotated[bool | None, refused_if_true("chunks have no padding")]
 
 
 class StreamOptions(Body):
@@ -141,7 +156,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Annotated[bool | None, refused_if_true("chunks have no padding")] = None
+    include_obfuscation: Unpadded = None
 
 
 class PredictedPart(Body):
@@ -159,10 +174,7 @@ class Prediction(Body):
     """
 
     type: Literal["content"]
-    content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[PredictedPart], Tag("texts")],
-        Discriminator(kind_of_text),
-    ]
+    content: Either[str, list[PredictedPart]]
 
     @field_validator("content")
     @classmethod

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
+from inference.server.schema import generation as base
 from inference.server.schema.chat import MOST_TOOLS, Function
-from inference.server.schema.generation import (
-    LIMITS,
-    Body,
-    Int,
-    JsonObjectFormat,
-    Labels,
-    NamedSchema,
-    TextFormat,
-    kind_of_text,
-    parts_of,
-    refused,
-    refused_if_true,
-)
 
 KEEPS_NOTHING = "this server keeps no answers; send the whole conversation as input"
+UNSTORED = ", and set store to false"
+KEEPS_NO_PROMPTS = "it keeps no prompts; send it as instructions and input"
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 Id = Annotated[str, Field(max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextPart(Labels):
+class TextPart(base.Labels):
     """A text as a part of a message; what an answer has comes back as it was."""
 
     type: Literal["input_text", "output_text"]
@@ -36,15 +27,11 @@ class TextPart(Labels):
     parsed: Any = None
 
 
-Part = Annotated[TextPart, parts_of("input_text", "output_text")]
-Content = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[Annotated[list[Part], Field(min_length=1)], Tag("texts")],
-    Discriminator(kind_of_text),
-]
+Part = Annotated[TextPart, base.parts_of("input_text", "output_text")]
+Content = base.Either[str, Annotated[list[Part], Field(min_length=1)]]
 
 
-class MessageItem(Body):
+class MessageItem(base.Body):
     """What was said by whom."""
 
     type: Literal["message"] = "message"
@@ -55,7 +42,7 @@ class MessageItem(Body):
     phase: str | None = Field(default=None, max_length=64)
 
 
-class CallItem(Body):
+class CallItem(base.Body):
     """A function that the model called."""
 
     type: Literal["function_call"]
@@ -67,7 +54,7 @@ class CallItem(Body):
     status: Status | None = None
 
 
-class OutputItem(Body):
+class OutputItem(base.Body):
     """What a function that was called gave."""
 
     type: Literal["function_call_output"]
@@ -78,27 +65,15 @@ class OutputItem(Body):
 
 
 KINDS = ("message", "function_call", "function_call_output")
-
-
-def _known_item(item: Any) -> Any:
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if isinstance(kind, str) and kind not in KINDS:
-        raise ValueError(f"an item of type {kind!r} is not supported; there are {', '.join(KINDS)}")
-    return item
-
-
-def _kind_of_item(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if kind in KINDS else "message"
-
-
+OTHER_ITEM = f"an item of type {{kind!r}} is not supported; there are {', '.join(KINDS)}"
 AnyItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[OutputItem, Tag("function_call_output")],
-    Discriminator(_kind_of_item),
+    base.by_field("type", *KINDS, default="message"),
 ]
-Item = Annotated[AnyItem, BeforeValidator(_known_item)]
+Item = Annotated[AnyItem, base.only_types(OTHER_ITEM, *KINDS)]
+OTHER_TOOL = "a tool of type {kind!r} is not supported: give functions only"
 
 
 class FunctionTool(Function):
@@ -107,55 +82,51 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
-def _only_functions(tool: Any) -> Any:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise ValueError(f"a tool of type {kind!r} is not supported: give functions only")
-    return tool
-
-
-class NamedFunction(Body):
+class NamedFunction(base.Body):
     """The function that has to be called."""
 
     type: Literal["function"]
     name: str
 
 
-class SchemaFormat(NamedSchema):
+class SchemaFormat(base.NamedSchema):
     """JSON that is valid under a schema."""
 
     type: Literal["json_schema"]
 
 
-class TextOptions(Body):
+TextFormat = Annotated[
+    base.TextFormat | base.JsonObjectFormat | SchemaFormat, Field(discriminator="type")
+]
+
+
+class TextOptions(base.Body):
     """What the text of an answer must be."""
 
-    format: (
-        Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None
-    ) = None
+    format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-def _no_effort(value: Any) -> Any:
-    if value not in (None, "none"):
-        raise ValueError("this server has no such control; 'none' is all there is")
-    return value
+NO_CONTROL = "this server has no such control"
+NO_EFFORT = base.refused_where(
+    lambda v: v not in (None, "none"), f"{NO_CONTROL}; 'none' is all there is"
+)
 
 
-class Reasoning(Body):
+class Reasoning(base.Body):
     """Not supported; clients send it empty, or ask for none."""
 
-    effort: Annotated[Literal["none"] | None, BeforeValidator(_no_effort)] = None
-    summary: Annotated[None, refused("this server has no such control")] = None
+    effort: Annotated[Literal["none"] | None, BeforeValidator(NO_EFFORT)] = None
+    summary: Annotated[None, base.refused(NO_CONTROL)] = None
 
 
-class StreamOptions(Body):
+class StreamOptions(base.Body):
     """Random padding against watchers of sizes; there is none here."""
 
-    include_obfuscation: Annotated[bool | None, refused_if_true("chunks have no padding")] = None
+    include_obfuscation: base.Unpadded = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(base.Body):
     """The body of `/v1/responses`: as OpenAI's, but nothing is stored.
 
     Attributes:
@@ -177,34 +148,26 @@ class ResponsesBody(Body):
     """
 
     model: str | None = Field(default=None, max_length=512)
-    input: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[Annotated[list[Item], Field(min_length=1, max_length=4096)], Tag("texts")],
-        Discriminator(kind_of_text),
-    ]
+    input: base.Either[str, Annotated[list[Item], Field(min_length=1, max_length=4096)]]
     instructions: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_output_tokens: Int | None = Field(default=None, ge=1, lt=2**31)
+    max_output_tokens: base.Int | None = Field(default=None, ge=1, lt=2**31)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    top_logprobs: Int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
+    top_logprobs: base.Int | None = Field(default=None, ge=0, le=base.LIMITS.top_logprobs)
     text: TextOptions | None = None
     tools: (
         Annotated[
-            list[Annotated[FunctionTool, BeforeValidator(_only_functions)]],
+            list[Annotated[FunctionTool, base.only_types(OTHER_TOOL, "function")]],
             Field(max_length=MOST_TOOLS),
         ]
         | None
     ) = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
-    store: Annotated[bool | None, refused_if_true(f"{KEEPS_NOTHING}, and set store to false")] = (
-        None
-    )
+    include: list[Included] | None = None
+    store: Annotated[bool | None, base.refused_if_true(KEEPS_NOTHING + UNSTORED)] = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     client_metadata: dict[str, str] | None = None
     user: str | None = Field(default=None, max_length=512)
@@ -213,15 +176,13 @@ class ResponsesBody(Body):
     prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     truncation: Literal["disabled"] | None = None
-    background: Annotated[bool | None, refused_if_true(KEEPS_NOTHING)] = None
+    background: Annotated[bool | None, base.refused_if_true(KEEPS_NOTHING)] = None
     reasoning: Reasoning | None = None
-    previous_response_id: Annotated[None, refused(KEEPS_NOTHING)] = None
-    conversation: Annotated[None, refused(KEEPS_NOTHING)] = None
-    prompt: Annotated[None, refused("it keeps no prompts; send it as instructions and input")] = (
-        None
-    )
-    max_tool_calls: Annotated[None, refused("it calls no tools by itself")] = None
-    context_management: Annotated[None, refused("shorten the input")] = None
+    previous_response_id: Annotated[None, base.refused(KEEPS_NOTHING)] = None
+    conversation: Annotated[None, base.refused(KEEPS_NOTHING)] = None
+    prompt: Annotated[None, base.refused(KEEPS_NO_PROMPTS)] = None
+    max_tool_calls: Annotated[None, base.refused("it calls no tools by itself")] = None
+    context_management: Annotated[None, base.refused("shorten the input")] = None
 
     @property
     def logprobs(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from formats.chat_template import has_chat_template, render_chat
 from formats.errors import RequestError
-from inference.requests.constraint import Constraint, read_json
+from inference.requests.constraint import Constraint, read_json, refused
 from inference.requests.json_schema import check_schema
 from inference.server.schema.chat import Function, NamedTool, ToolChoice, ToolFields
 from inference.server.schema.generation import named_error
@@ -187,14 +187,16 @@ class ToolUse:
         if not fields.tools or choice == "none":
             return None
         if not support.declared:
-            raise _refused(
+            raise refused(
+                "tools",
                 "the model's chat template knows none; leave them out, or start the server with "
-                "`--chat-template FILE`, a template that renders them"
+                "`--chat-template FILE`, a template that renders them",
             )
         if support.tool_format is None:
-            raise _refused(
+            raise refused(
+                "tools",
                 "it is not known how this model writes calls; start the server with "
-                f"`--tool-format`, one of {', '.join(FORMATS)}"
+                f"`--tool-format`, one of {', '.join(FORMATS)}",
             )
         tools = [tool.model_dump(exclude_none=True) for tool in fields.tools]
         for tool in tools:
@@ -219,13 +221,9 @@ def _check_choice(names: Sequence[str], choice: ToolChoice) -> None:
     """Check that names are unique, and that there is what is to be called."""
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise _refused(f"there are two named {min(twice)!r}; names are unique")
+        raise refused("tools", f"there are two named {min(twice)!r}; names are unique")
     if choice not in ("none", "auto") and not names:
-        raise _refused("there are no tools; give some, or leave it out", "tool_choice")
+        raise refused("tool_choice", "there are no tools; give some, or leave it out")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         fault = f"{choice.function.name!r} is none of the tools; there are {', '.join(names)}"
-        raise _refused(fault, "tool_choice")
-
-
-def _refused(fault: str, field: str = "tools") -> RequestError:
-    return RequestError(f"{field}: {fault}", field)
+        raise refused("tool_choice", fault)
