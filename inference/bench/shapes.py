@@ -17,12 +17,10 @@ SIZES = (
 )
 
 
-def _config(kind: tuple[str, str], *sizes: int, **others: Any) -> dict[str, Any]:
-    """The config.json of a model: what all have, its type and architecture, its sizes in the order
-    of `SIZES`, and others."""
+def _config(named: dict[str, Any], *sizes: int, **others: Any) -> dict[str, Any]:
+    """The config.json of a model: what all have, its sizes in the order of `SIZES`, and others."""
     shared = {"hidden_act": "silu", "tie_word_embeddings": False}
     shared |= {"bos_token_id": 0, "eos_token_id": 0, "rms_norm_eps": 1e-5}
-    named = {"model_type": kind[0], "architectures": [kind[1]]}
     return shared | named | dict(zip(SIZES, sizes, strict=True)) | others
 
 
@@ -34,11 +32,26 @@ def _yarn(base: float, factor: float, **others: Any) -> dict[str, Any]:
 
 
 WINDOW, WHOLE = "sliding_attention", "full_attention"
-LLAMA = ("llama", "LlamaForCausalLM")
-QWEN3_MOE = ("qwen3_moe", "Qwen3MoeForCausalLM")
-GPT_OSS = ("gpt_oss", "GptOssForCausalLM")
-GEMMA3 = ("gemma3_text", "Gemma3ForCausalLM")
-DEEPSEEK_V2 = ("deepseek_v2", "DeepseekV2ForCausalLM")
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+}
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+}
+DEEPSEEK_V2 = {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+}
 # fmt: off
 SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
     "llama-1.1b": _config(LLAMA, 2048, 16, 32, 8, 64, 8192, 32000, 16384, rope_theta=1e4),

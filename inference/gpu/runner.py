@@ -527,27 +527,28 @@ class GpuRunner:
             return None
         if size not in self._captured and self._must_wait(size):
             return None
-        new = size not in self._captured
+        new, captured, fits = size not in self._captured, None, True
         try:
             captured = self._graph_of(size)
         except RuntimeError as error:
             if not (size.prompts and ran_out(error)):
                 raise
-            captured = None
+            fits = False
             torch.cuda.empty_cache()  # of the attempt
         if new and size.prompts and self._ranks is not None:  # all replay it, or none does
-            captured = captured if self._ranks.agree(captured is not None) else None
-        if captured is None:
-            self._captured.pop(size, None)
-            if not self._short:  # once: other sizes are likely to lack it too
-                log.warning(
-                    "%s: no memory for the CUDA graph of a step of %d tokens of prompts; such "
-                    "steps run kernel by kernel. A smaller cache (kv_blocks) leaves room",
-                    self._device,
-                    size.tokens,
-                )
-            self._short.add(size)
-        return captured
+            fits = self._ranks.agree(fits)
+        if fits:
+            return captured
+        self._captured.pop(size, None)
+        if not self._short:  # once: other sizes are likely to lack it too
+            log.warning(
+                "%s: no memory for the CUDA graph of a step of %d tokens of prompts; such steps "
+                "run kernel by kernel. A smaller cache (kv_blocks) leaves room",
+                self._device,
+                size.tokens,
+            )
+        self._short.add(size)
+        return None
 
     def _must_wait(self, size: Size) -> bool:
         """Whether transformers' code asks the host during a step; then no step is captured."""
