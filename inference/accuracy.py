@@ -182,9 +182,15 @@ def score(original: Scorer, quantized: Scorer, ids: Tensor, number: int) -> Sequ
             f"{where}: logits are {tuple(both[0].shape)} of the original and "
             f"{tuple(both[1].shape)} of the quantized model; compare models with one vocabulary"
         )
-    found = compare_logits(*both, ids)
+    return _finite(compare_logits(*both, ids), where, *both)
+
+
+def _finite(
+    found: SequenceScores, where: str, original: Tensor, quantized: Tensor
+) -> SequenceScores:
+    """Results of two models' logits, refused where these hold NaN or infinity."""
     if not torch.isfinite(found.nll_original + found.nll_quantized + found.kl).all():
-        raise EngineError(f"{where}: {_not_finite(*both)}")
+        raise EngineError(f"{where}: {_not_finite(original, quantized)}")
     return found
 
 
@@ -197,12 +203,16 @@ def score_long(original: Any, quantized: Any, ids: Tensor, start: int) -> Accura
         quantized: Another one, with steps of as many tokens.
         ids: Token ids, int64 [T].
         start: The first position.
+
+    Raises:
+        EngineError: logits hold NaN or infinity.
     """
     found, at = list[SequenceScores](), 0
     for p, q in zip(original.score_parts(ids), quantized.score_parts(ids), strict=True):
         targets = ids[at + 1 : at + 1 + len(p)]
         scores = compare_predictions(p[: len(targets)], q[: len(targets)], targets)
-        found.append(scores.part(max(0, start - at), len(targets)))
+        where = f"a text of {len(ids)} tokens, those from {at} on"
+        found.append(_finite(scores, where, p, q).part(max(0, start - at), len(targets)))
         at += len(p)
     return summarize([_joined(found)])
 

@@ -140,7 +140,7 @@ def _doubts(data: ReportData, unsure: list[Check]) -> Iterator[str]:
     if data.further is not None and data.further.kl_mean > UNEVEN * a.kl_mean > 0:
         times = data.further.kl_mean / a.kl_mean
         yield (
-            f"{further_name(data)} of a text lose {times:.1f} times what "
+            f"{_further_name(data)} of a text lose {times:.1f} times what "
             "shorter texts do: the cache loses more far into a context; `ptq certify` shows where"
         )
     if not unsure:
@@ -213,15 +213,19 @@ def summary_rows(data: ReportData) -> list[Cells]:
 
 
 def _also_rows(data: ReportData) -> list[Cells]:
-    """The same of text of another kind, and further into a text, if there are."""
-    found = {} if data.also is None else {data.also.text.kind: data.also.accuracy}
-    if data.further is not None:
-        found[further_name(data)] = data.further
-    return [(f"mean KL, {name}", "", f"{own.kl_mean:.2g}", "") for name, own in found.items()]
+    """The mean KL divergence of what else was measured."""
+    return [(f"mean KL, {kind}", "", f"{own.kl_mean:.2g}", "") for kind, own in other_texts(data)]
 
 
-def further_name(data: ReportData) -> str:
-    """What `further` was measured on, such as `tokens 512 to 4,096`."""
+def other_texts(data: ReportData) -> list[tuple[str, Accuracy]]:
+    """What was measured beside the evaluation's windows, by what it is: text of another kind, and
+    what stands further in a text, if there are."""
+    found = [] if data.also is None else [(data.also.text.kind, data.also.accuracy)]
+    return found if data.further is None else [*found, (_further_name(data), data.further)]
+
+
+def _further_name(data: ReportData) -> str:
+    """What `further` was measured on, such as `tokens 512 to 4,095`."""
     assert data.further is not None
     start = data.accuracy.positions[-1].end + 1
     return f"tokens {start:,} to {start + data.further.tokens:,}"

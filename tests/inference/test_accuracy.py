@@ -31,6 +31,7 @@ class Fake:
 
     def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
         self.score = logits
+        self.score_parts = lambda ids: iter(logits(ids).split(8))
 
 
 def logits_of(ids: Tensor, seed: int = 0, noise: float = 0.0) -> Tensor:
@@ -111,13 +112,17 @@ def test_a_long_text_is_compared_a_step_at_a_time(start):
     """Eight tokens each; its figures are those of the whole from a position on."""
     (ids,) = some_sequences((30,))
     both = engines(0.4)
-    for engine in both:
-        engine.score_parts = lambda ids, engine=engine: iter(engine.score(ids).split(8))
     whole = summarize([score(*both, ids, 0).part(start, 29)])
     found = score_long(*both, ids, start)
     assert found.tokens == 29 - start
     assert found.kl_mean == pytest.approx(whole.kl_mean, rel=1e-12)
     assert found.perplexity_ratio == pytest.approx(whole.perplexity_ratio, rel=1e-12)
+
+
+def test_a_long_text_with_nan_is_refused():
+    broken = Fake(lambda ids: logits_of(ids).index_fill(0, torch.tensor([20]), math.nan))
+    with pytest.raises(EngineError, match="those from 16 on: the quantized model.* position 4 on"):
+        score_long(Fake(logits_of), broken, *some_sequences((30,)), 3)
 
 
 def test_chunks_do_not_change_a_result(monkeypatch):

@@ -26,7 +26,7 @@ from ptq.report.page import (
     draw_dot,
     new_panel,
 )
-from ptq.report.verdict import further_name
+from ptq.report.verdict import other_texts
 from ptq.text import interval_text, percent, size_text
 
 APART = 0.16  # of an axis' length: labels of ticks that are nearer would run into each other
@@ -97,7 +97,7 @@ def divergence_section(data: ReportData) -> Section:
                 interval_text(b.kl_mean_ci, 3, "g"),
                 percent(b.top1_agreement),
             )
-            for kind, b in ((data.evaluation.kind, a), *_also(data))
+            for kind, b in ((data.evaluation.kind, a), *other_texts(data))
         ],
     )
     shown = "KL divergence: percentiles, mean by position, and top-1 agreement by position"
@@ -109,14 +109,8 @@ def divergence_section(data: ReportData) -> Section:
         "share of the original's five most likely tokens that are among the quantized model's "
         "five. An error that grows along the sequence points at the cache.",
         (Plot("divergence", shown, partial(_draw_divergence, a)),),
-        (figures, *([kinds] if _also(data) else []), positions),
+        (figures, *([kinds] if other_texts(data) else []), positions),
     )
-
-
-def _also(data: ReportData) -> list[tuple[str, Accuracy]]:
-    """What else was measured, by what it is."""
-    found = [] if data.also is None else [(data.also.text.kind, data.also.accuracy)]
-    return found if data.further is None else [*found, (further_name(data), data.further)]
 
 
 def _percents(ends: Interval | None) -> str:
