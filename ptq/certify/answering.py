@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -48,13 +49,20 @@ ASKED = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt; whether it is a chat; and the seed of its sampling, None for none."""
+    """A prompt.
+
+    Attributes:
+        seed: Of its sampling; None for none.
+        new: Most tokens of an answer.
+        common: Of a chat, how many tokens all chats begin with, as the system's message.
+    """
 
     name: str
     ids: list[int]
     chat: bool
     seed: int | None
     new: int
+    common: int
 
 
 def answer_cases(setting: Setting) -> list[Prompt]:
@@ -62,6 +70,7 @@ def answer_cases(setting: Setting) -> list[Prompt]:
     level, draw = setting.level, setting.draw("questions")
     chats = 3 * level.answers // 4
     prompts = [_question(setting, i, draw) for i in range(chats)]
+    common = sum(1 for _ in takewhile(lambda ids: len({*ids}) == 1, zip(*prompts, strict=False)))
     count = math.ceil((level.answers - chats) / len(setting.texts))
     for kind in setting.texts:
         prompts += setting.windows(kind, count, BEGINNING, "beginnings")
@@ -74,6 +83,7 @@ def answer_cases(setting: Setting) -> list[Prompt]:
             i < chats,
             draw.randrange(2**31) if i % every == 0 else None,
             new,
+            common,
         )
         for i, ids in enumerate(prompts)
     ]
@@ -122,6 +132,7 @@ def measure_answers(pair: Pair, cases: Sequence[Prompt], bar: Any) -> list[list[
             row.values["kl.chat"] = (0.0, both.kl[len(case.ids) - 1 :].mean().item())
             own = torch.isin(torch.tensor(ids[:-1]), added)
             own[1:] |= own[:-1].clone()  # and the token after it: `assistant`, a line's end
+            own[: case.common] = False  # one text, not one a chat
             if own.any():
                 row.values["kl.turns"] = (0.0, both.kl[own].mean().item())
     ended = [i for i, first in enumerate(greedy[0]) if _ended(first)]
