@@ -20,10 +20,11 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ValidationError
 
 from formats.cache_scheme import KVCacheSpec
-from formats.checkpoint.targets import is_ignored, layer_targets
+from formats.checkpoint.targets import is_ignored, layer_targets, served_names
 from formats.documents import check_values
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
+from formats.families.registry import numbered_on
 from formats.scheme import AUTO, BLOCK, ActivationSpec, LayerScheme, WeightSpec, has_groups
 from formats.stored.weights import storage_format
 from formats.strict import Values
@@ -60,6 +61,7 @@ def quantization_config(
     layers: Mapping[str, LayerScheme] | None = None,
     *,
     shared_head: str | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """The `quantization_config` of a scheme, or None where no weight is quantized.
 
@@ -69,9 +71,14 @@ def quantization_config(
         layers: Schemes of all quantized layers by their full name, where they may differ; the
             scheme is that of one at least. The head, `lm_head`, is left alone unless it is here.
         shared_head: Full name of the head, where its integers are the embedding's, too.
+        config: config.json of the model, which tells its layers that predict further tokens.
     """
     if scheme.weights is None:
         return None
+    if config is not None:
+        ignore = [*ignore, *served_names(config, ignore)]
+        numbered = {numbered_on(config, name): own for name, own in (layers or {}).items()}
+        layers = {**(layers or {}), **numbered}
     main = LayerScheme(weights=scheme.weights, activations=scheme.activations)
     members: dict[tuple[LayerScheme, bool], list[str]] = {}
     members.setdefault((main, False), [])  # first, whichever layer is

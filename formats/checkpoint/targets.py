@@ -17,8 +17,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from formats.families.names import MERGED, MERGED_EXPERTS, any_expert, block_of, split_name
+from formats.families.names import (
+    MERGED,
+    MERGED_EXPERTS,
+    any_expert,
+    block_of,
+    expert_of,
+    split_name,
+)
+from formats.families.registry import numbered_on, predicting_layer
 
 Place = tuple[str, str, str, str]  # pattern of the list, index there, path in the block, own name
 
@@ -64,6 +73,27 @@ def _lists(modules: Iterable[str]) -> dict[str, str]:
         if ending.endswith(own):
             preceding += f"(?<!{re.escape(ending.removesuffix(own))})"
     return {main: preceding + re.escape(own), **found}
+
+
+def served_names(config: Mapping[str, Any], modules: Iterable[str]) -> list[str]:
+    """Other names that vLLM has for modules of layers that predict further tokens.
+
+    These may be numbered on after the last block, and their classes, unlike those of whole models,
+    do not tell which layers they merge. Source: vLLM 0.33, `deepseek_mtp.py`, `glm4_moe_mtp.py`,
+    `mimo_mtp.py`, `qwen3_next_mtp.py` and `qwen3_5_mtp.py` of its models.
+
+    Args:
+        config: config.json of the model.
+        modules: Full names, in the files; patterns have no others.
+    """
+    found = dict[str, None]()
+    for module in modules:
+        if predicting_layer(config, module) is not None:
+            parent, _, leaf = numbered_on(config, module).rpartition(".")
+            alone = expert_of(module) is not None  # experts are looked up one by one
+            merged = [whole for whole, own in MERGED.items() if leaf in own and not alone]
+            found |= dict.fromkeys(f"{parent}.{name}" for name in (leaf, *merged))
+    return list(found)
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:

@@ -81,9 +81,8 @@ class _Beside:
                 fsync_path(folder / file.name)
             else:
                 write_bytes(folder / file.name, _json(settings))
-        quantization = quantization_config(
-            self.scheme, self.ignore, self.layers, shared_head=self.shared_head
-        )
+        how = {"shared_head": self.shared_head, "config": self.config}
+        quantization = quantization_config(self.scheme, self.ignore, self.layers, **how)
         config = self.config | ({"quantization_config": quantization} if quantization else {})
         own = OwnPart(
             kv_cache=self.scheme.kv_cache,

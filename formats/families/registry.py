@@ -149,6 +149,20 @@ def predicting_layer(config: Mapping[str, Any], name: str) -> str | None:
     return f"{listed}.{number}" if within and int(number) >= int(first) else None
 
 
+def numbered_on(config: Mapping[str, Any], name: str) -> str:
+    """What vLLM calls a layer that predicts further tokens, or a module in it.
+
+    Those of declared families are numbered on after the last block there, wherever files have them.
+    """
+    family = find_family(config)
+    own = None if family is None else family.predicting
+    if own is None or own.module is None or predicting_layer(config, f"{name}.weight") is None:
+        return name
+    listed, _, first = own.module.rpartition(".")
+    number, dot, rest = name.removeprefix(f"{listed}.").partition(".")
+    return Predicting().layer(size_in(config, BLOCKS) + int(number) - int(first)) + dot + rest
+
+
 def predicting_patterns(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """`re:` patterns for all that is in the layers that predict further tokens, for `ignore`.
 
@@ -156,8 +170,7 @@ def predicting_patterns(config: Mapping[str, Any], names: Iterable[str]) -> list
         names: Of its tensors.
     """
     layers = {predicting_layer(config, name) for name in names} - {None}
-    if layers and find_family(config):  # vLLM numbers them on, wherever files have them
-        layers.add(Predicting().layer(size_in(config, BLOCKS)))
+    layers |= {numbered_on(config, layer) for layer in layers if layer is not None}
     return [rf"re:{re.escape(layer)}\." for layer in sorted(filter(None, layers))]
 
 

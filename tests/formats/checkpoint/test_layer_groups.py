@@ -9,8 +9,9 @@ import torch
 
 from formats.checkpoint.compressed_tensors import find_scheme, quantization_config, read_groups
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.targets import layer_targets
+from formats.checkpoint.targets import is_ignored, layer_targets
 from formats.errors import CheckpointError
+from formats.families.registry import predicting_patterns
 from formats.scheme import PRESETS
 from inference.engine import Engine
 from inference.models.read import read_linear
@@ -50,6 +51,62 @@ def test_layers_for_further_tokens_are_told_from_blocks(where):
         for called in (name, f"language_model.{name}"):
             found = [any(re.match(t.removeprefix("re:"), called) for t in ts) for ts in targets]
             assert found == [name in names for names in groups], called
+
+
+FURTHER = {  # of 12 blocks: where files have the layer, where vLLM has it, and what is around it
+    "deepseek_v3": ("model.layers.12", "model.layers.12", "eh_proj"),
+    "glm4_moe": ("model.layers.12", "model.layers.12", "eh_proj"),
+    "mimo": ("model.mtp_layers.0", "model.layers.12", "input_proj"),
+    "qwen3_next": ("mtp.layers.0", "mtp.layers.0", "mtp.fc"),
+    "qwen3_5_text": ("mtp.layers.0", "mtp.layers.0", "mtp.fc"),
+}
+
+
+def served(config, name, merges):
+    """The group that vLLM finds for a linear layer, by its own names; None for one left alone.
+
+    Args:
+        merges: Whether the class of the model tells which layers it merges.
+    """
+    module, _, leaf = name.rpartition(".")
+    parts = [f"{part}_proj" for part, own in FUSED.items() if f"{own}_proj" == leaf and merges]
+    parts = [] if name in config["ignore"] else parts
+    left = {is_ignored(own, config["ignore"]) for own in [f"{module}.{p}" for p in parts] or [name]}
+    assert len(left) == 1
+    if left == {True}:
+        return None
+    (found,) = (
+        group
+        for group, own in config["config_groups"].items()
+        if is_ignored(name, own["targets"]) or own["targets"] == ["Linear"]
+    )
+    return found
+
+
+@pytest.mark.parametrize("others", ["one scheme", "several", "attention alone", "nothing"])
+@pytest.mark.parametrize("kind", FURTHER)
+def test_vllm_finds_layers_for_further_tokens_by_its_names(kind, others):
+    """Quantized as the blocks, otherwise, in part, and not at all; merged layers as well."""
+    stored, there, around = FURTHER[kind]
+    model = {"model_type": kind, "num_hidden_layers": 12}
+    further = [f"{stored}.{leaf}" for leaf in LEAVES]
+    kept = further[4:] if others == "attention alone" else further if others == "nothing" else []
+    own = OTHER if others in ("several", "attention alone") else MAIN
+    layers = dict.fromkeys(NAMES, MAIN) | {name: own for name in further if name not in kept}
+    ignore = [around, *kept]
+    if others == "nothing":
+        ignore += predicting_patterns(model, [f"{name}.weight" for name in further])
+    config = quantization_config(MAIN, ignore, layers, config=model)
+    assert config is not None
+    for name in {*map(fused, NAMES)}:
+        assert served(config, name, merges=True) == "group_0"
+    wanted = "group_0" if others == "one scheme" else "group_1"
+    for leaf in LEAVES:
+        name, left = fused(f"{there}.{leaf}"), f"{stored}.{leaf}" in kept
+        found = served(config, name, merges=kind.startswith("qwen3"))
+        assert found == (None if left else wanted), name
+    groups = read_groups(config)
+    assert {name: find_scheme(name, groups) for name in layers} == layers
 
 
 def test_targets_of_experts():
