@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.cpu.batch import plan_tokens
+from inference.cpu.batch import StateBatch, plan_tokens
 from inference.models.network import Catching, Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.sampler import draw_token
@@ -81,6 +81,9 @@ class HostChain:
         own = lay_out(work)
         ids = work.batch.ids[own.owners, own.positions + self._shift].astype(np.int64)
         step = replace(plan_tokens(work), ids=torch.from_numpy(ids))
+        if (pieces := self._network.pieces) is not None:
+            own = pieces(work.batch, work.places, work.starts, work.counts)
+            step = StateBatch(**vars(step), pieces=own)
         if hidden is None and self._features is not None:
             hidden = self._features[step.slots]
         return self._network.step(step, self._pools, hidden)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from inference.gpu.memory import capturing
 from inference.gpu.sizes import decodes_of
 from inference.models.network import Catching, Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
+from inference.transformers_code.pieces import Piece
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.devices import launches_on
 from kernels.triton.common import Workspace
@@ -129,8 +131,7 @@ class DeviceChain:
         self._blocks = HostBlocks(pinned=self._on_gpu)
         self._states: dict[int, State] = {}
         self._rows: dict[ChainSize, Fields] = {}
-        self._first: dict[ChainSize, Captured] = {}
-        self._next: dict[int, Captured] = {}
+        self._captured: dict[ChainSize | int, Captured] = {}  # first steps, and next ones
         if self._graphs:
             self._stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
@@ -158,18 +159,21 @@ class DeviceChain:
         """Drafts [depth, sequences], those after what a sequence is to have without meaning."""
         count = len(wanted.places)
         left = wanted.batch.known[wanted.places] - self._network.shift - starts
-        size = ChainSize(decodes_of(int(left.sum())).decodes, decodes_of(count).decodes)
-        state, rows = self._state(size.sequences), self._fields(size)
-        own = self._blocks.next(size.sequences, lambda: sequence_shapes(*self._wide(size)))
+        most = decodes_of(count).decodes
+        size = ChainSize(decodes_of(int(left.sum())).decodes, most)
+        state, rows = self._state(most), self._fields(size)
+        own = self._blocks.next(most, lambda: sequence_shapes(most, self._width))
         step = self._blocks.next(size, lambda: row_shapes(size.tokens))
         write_sequences(own.arrays, wanted, self._network.shift)
         write_rows(step.arrays, wanted.batch, wanted.places, starts, left, self._network.shift)
         write_last(own.arrays, left, size.tokens)
         state.fields.upload(own.bytes)
         rows.upload(step.bytes)
-        self._run_first(size)
-        for _ in range(depth - 1):
-            self._run_next(size.sequences)
+        self._run(size, self._pieces(wanted.batch, wanted.places, starts, left))
+        for i in range(1, depth):
+            places = np.where(wanted.most > i, wanted.places, wanted.batch.spare)
+            pieces = self._pieces(wanted.batch, places, starts + left + i - 1, np.ones_like(left))
+            self._run(most, pieces)
         drafts = state.drafts[:depth]
         if not self._on_gpu:
             return drafts[:, :count].numpy()
@@ -180,9 +184,6 @@ class DeviceChain:
         own.moved = step.moved = done
         done.synchronize()
         return found[:, :count].numpy()
-
-    def _wide(self, size: ChainSize) -> tuple[int, int]:
-        return size.sequences, self._width
 
     def _state(self, sequences: int) -> State:
         if sequences not in self._states:
@@ -196,28 +197,22 @@ class DeviceChain:
             self._rows[size] = Fields(row_shapes(size.tokens), self._device)
         return self._rows[size]
 
-    def _run_first(self, size: ChainSize) -> None:
+    def _run(self, what: ChainSize | int, pieces: Sequence[Piece]) -> None:
         if not self._graphs:
-            self._first_step(size)
+            self._step(what, pieces)
             return
-        if size not in self._first:
-            self._first[size] = self._capture(size)
-        self._first[size].graph.replay()
+        if what not in self._captured:
+            self._captured[what] = self._capture(what)
+        self._captured[what].graph.replay()
 
-    def _run_next(self, sequences: int) -> None:
-        if not self._graphs:
-            self._next_step(sequences)
-            return
-        if sequences not in self._next:
-            self._next[sequences] = self._capture(sequences)
-        self._next[sequences].graph.replay()
+    def _step(self, what: ChainSize | int, pieces: Sequence[Piece] = ()) -> None:
+        if isinstance(what, ChainSize):
+            self._first_step(what, pieces)
+        else:
+            self._next_step(what, pieces)
 
     def _capture(self, what: ChainSize | int) -> Captured:
         """Capture a first or a next step; what it is captured with is computed once before."""
-
-        def run() -> None:
-            self._first_step(what) if isinstance(what, ChainSize) else self._next_step(what)
-
         state = self._state(what.sequences if isinstance(what, ChainSize) else what)
         changed = (state.tokens, state.hidden, state.positions, state.steps, state.count)
         before = [tensor.clone() for tensor in (*changed, state.drafts)]
@@ -226,17 +221,17 @@ class DeviceChain:
         try:
             with torch.cuda.stream(self._stream):
                 workspace = workspace_on(self._device)
-                run()  # kernels are compiled before the capture; K and V are written again as equal
+                self._step(what)  # compiles kernels; K and V are written again as equal
         finally:
             current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, self._pool, self._stream):
-            run()
+            self._step(what)
         for tensor, kept in zip((*changed, state.drafts), before, strict=True):
             tensor.copy_(kept)
         return Captured(graph, workspace)
 
-    def _first_step(self, size: ChainSize) -> None:
+    def _first_step(self, size: ChainSize, pieces: Sequence[Piece]) -> None:
         """Compute tokens that are known, and the first drafts."""
         state, x = self._state(size.sequences), self._fields(size).on_device
         own = state.fields.on_device
@@ -248,6 +243,7 @@ class DeviceChain:
             x["lengths"],
             rows=own["last"],
             padded=self._graphs,
+            pieces=pieces,
         )
         computed = self._network.step(batch, self._pools, self._read(x["slots"]))
         state.count.zero_()
@@ -255,7 +251,7 @@ class DeviceChain:
         state.steps.copy_(own["steps"])
         self._take(state, own, computed)
 
-    def _next_step(self, sequences: int) -> None:
+    def _next_step(self, sequences: int, pieces: Sequence[Piece]) -> None:
         """Compute the last draft of each sequence, and the next."""
         state = self._state(sequences)
         own, at = state.fields.on_device, state.positions
@@ -266,7 +262,7 @@ class DeviceChain:
         lengths = torch.where(inside, at + 1, 0).int()
         hidden = state.hidden if self._network.size else None
         ids = state.tokens.clamp(min=0)  # a sequence whose logits were not finite runs on
-        batch = GpuBatch(ids, at, slots, own["tables"], lengths, padded=self._graphs)
+        batch = GpuBatch(ids, at, slots, own["tables"], lengths, padded=self._graphs, pieces=pieces)
         self._take(state, own, self._network.step(batch, self._pools, hidden))
         state.positions += 1
 
@@ -289,6 +285,12 @@ class DeviceChain:
         return self._features.index_select(
             0, torch.where(slots < 0, len(self._features) - 1, slots)
         )
+
+    def _pieces(self, *tokens: Any, longest: bool = False) -> Sequence[Piece]:
+        """`Network.pieces`, on the device."""
+        pieces = self._network.pieces
+        found = [] if pieces is None else pieces(*tokens, longest=longest)
+        return [own.moved(lambda x: x.to(self._device)) for own in found]
 
     def _computed_before(self, wanted: Catching) -> Ints:
         """Compute what is more than `ROWS` tokens of a sequence; from where on others are left."""
@@ -326,6 +328,7 @@ class DeviceChain:
             on_device(starts + counts, torch.int32),
             rows=on_device(ends - 1, torch.int64),
             query_start=on_device(np.concatenate([[0], ends]), torch.int32),
+            pieces=self._pieces(batch, places, starts, counts, longest=True),
         )
         self._network.step(own, self._pools, self._read(step["slots"]))
 

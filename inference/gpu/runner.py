@@ -434,7 +434,7 @@ class GpuRunner:
             return whole_size(rows)
         if self._batch.states is None:
             return size
-        if not alone_in(work).all():
+        if not alone_in(work, self._batch.states).all():
             return whole_size(rows)
         most = int(work.drafts.max(initial=0))
         return drafts_of(len(work), most) if most else size

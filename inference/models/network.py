@@ -10,7 +10,7 @@ biases and masks: equal logits give equal tokens, and similar ones mostly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -41,12 +41,16 @@ class Network(Protocol):
             the id of token t + shift.
         size: Numbers that it reads of each token beside its id; 0 where that is all.
         captured: Whether a GPU may capture its steps.
+        pieces: Gives tokens as modules that keep a state take them
+            (`inference.transformers_code.pieces.Piece`): of a batch, places, starts and counts,
+            and whether pieces are to be as long as can be. None where it keeps no state.
     """
 
     longest: int
     shift: int
     size: int
     captured: bool
+    pieces: Callable[..., Sequence[Any]] | None = None
 
     def step(self, batch: Any, pools: Sequence[KVPool], hidden: Tensor | None) -> Computed:
         """Compute tokens; their K and V go into its cache.

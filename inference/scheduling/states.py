@@ -125,9 +125,9 @@ class StateRows:
         if row is not None:
             self._copies.append((row, place))
 
-    def before_drafts(self, place: int) -> list[int]:
-        """The rows that get the states of a place before each of its drafts in the next step."""
-        return list(self._drafted.get(place, {}).values())
+    def before_draft(self, place: int, computed: int) -> int | None:
+        """The row that gets the state of a place after so many tokens, if a draft comes next."""
+        return self._drafted.get(place, {}).get(computed)
 
     @property
     def keeping(self) -> list[int]:

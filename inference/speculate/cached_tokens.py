@@ -12,16 +12,27 @@ ends is another for each sequence that shares the block. A sequence's first toke
 as long as the hashes in its blocks are those of its text. So nothing needs to be withdrawn: not
 where drafts were rejected, nor where a block was found by its tokens, was handed out to another, is
 a copy, or belongs to a sequence that was preempted and runs again.
+
+A recurrent state is that of one text. Each running sequence has a row of it, and goes on with the
+state before the first of its last drafts that was wrong, which was kept as a target keeps its own
+(`inference.scheduling.states`). A sequence without one begins at its first token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
+from inference.config import EngineConfig
 from inference.scheduling.batch import Ints, RunningBatch
+from inference.scheduling.states import DRAFTS, StateRows, piece_of
+from inference.scheduling.work import Work
+from inference.transformers_code.model import CodeModel
+from inference.transformers_code.pieces import Piece, pieces_of
 from kernels.attention_inputs import KV_BLOCK
 
 Hashes = NDArray[np.uint64]
@@ -69,6 +80,10 @@ class CachedTokens:
         self._whole[places] = whole
         return held
 
+    def room(self, most: Ints) -> Ints:
+        """As many drafts of each sequence, or fewer, as it can hold."""
+        return most
+
     def begin(self, batch: RunningBatch, places: Ints, starts: Ints, ends: Ints) -> None:
         """Before tokens [starts, ends) are computed: their slots hold nothing known."""
         slots, _ = self._between(batch, places, starts, ends)
@@ -115,3 +130,84 @@ class CachedTokens:
         blocks = batch.tables[rows, positions // KV_BLOCK].astype(np.int64)
         slots = blocks * KV_BLOCK + positions % KV_BLOCK
         return slots, hashes + self._before[rows]
+
+
+def state_rows(sizes: EngineConfig) -> StateRows:
+    """Rows of the states of a model that drafts, as many of them before drafts as a target has."""
+    own, places = sizes.speculate, sizes.max_batch_size
+    drafts = max(places, DRAFTS, (own and own.depth) or 0)
+    return StateRows(places + 1, 0, piece_of(sizes.max_batched_tokens, places), drafts)
+
+
+class KeptStates(CachedTokens):
+    """Which tokens a cache holds beside which a model keeps states: those that one is after.
+
+    Args:
+        model: What drafts; has its rows from now on.
+        rows: Which of them holds which state.
+        sizes: Of the engine, all resolved.
+        longest: As of `CachedTokens`.
+    """
+
+    def __init__(
+        self, model: CodeModel, rows: StateRows, sizes: EngineConfig, longest: int
+    ) -> None:
+        assert sizes.kv_blocks is not None
+        super().__init__(sizes.kv_blocks, sizes.max_batch_size, longest)
+        self._model, self._rows = model, rows
+        model.keep_states(rows.rows)
+        # By place: who had drafts last, how many tokens were known, and which drafts were computed.
+        self._drafted = dict[int, tuple[int, int, NDArray[np.int32]]]()
+
+    @override
+    def room(self, most: Ints) -> Ints:
+        later = np.maximum(most - 1, 0)  # the state before the first draft but one is kept, too
+        return most - later + np.clip(self._rows.drafts - np.cumsum(later) + later, 0, later)
+
+    @override
+    def count(self, batch: RunningBatch, places: Ints) -> Ints:
+        held, after = super().count(batch, places), np.zeros_like(batch.known)
+        for place, (serial, known, drafts) in list(self._drafted.items()):
+            right = drafts == batch.ids[place, known : known + len(drafts)]
+            end = known + int(np.logical_and.accumulate(right).sum())
+            end = min(end, int(batch.known[place]) - 1)  # the last token's logits are wanted
+            if serial != batch.serial[place] or end < known:
+                del self._drafted[place]
+                continue
+            self._rows.go_back(place, end)
+            self._drafted[place], after[place] = (serial, end, drafts[:0]), end
+        self._model.copy_states(self._rows.take_copies(), self._rows.kept)
+        return np.where(after[places] <= held, after[places], 0)
+
+    @override
+    def begin(self, batch: RunningBatch, places: Ints, starts: Ints, ends: Ints) -> None:
+        super().begin(batch, places, starts, ends)
+        known = batch.known[places]
+        columns = places.tolist(), known.tolist(), (ends - known).tolist()
+        self._rows.keep_before(zip(*columns, strict=True))
+        for place in columns[0]:
+            self._drafted.pop(place, None)
+
+    @override
+    def finish(self, batch: RunningBatch, places: Ints, starts: Ints, ends: Ints) -> None:
+        super().finish(batch, places, starts, ends)
+        for place, end in zip(places.tolist(), ends.tolist(), strict=True):
+            known = int(batch.known[place])
+            drafts = batch.ids[place, known:end].copy()
+            self._drafted[place] = int(batch.serial[place]), known, drafts
+
+    def pieces(
+        self,
+        batch: RunningBatch,
+        places: Ints,
+        starts: Ints,
+        counts: Ints,
+        *,
+        longest: bool = False,
+    ) -> list[Piece]:
+        """As `Network.pieces`; what comes after prompts goes token by token, as in a target, those
+        of all sequences at once, unless pieces are to be as long as can be."""
+        later = (starts >= batch.prompt[places]) & (not longest)
+        work = replace(Work.of(batch, places, counts), starts=starts)
+        work = replace(work, drafts=np.where(later, counts - 1, 0))
+        return pieces_of(work, self._rows, longest=longest)

@@ -118,6 +118,7 @@ class ChainProposer(Proposer):
         target: What it drafts for.
         pools: The network's cache.
         features: As in `NetworkBackend.chain`.
+        held: Which tokens that cache holds, of a network that keeps states beside it.
     """
 
     def __init__(
@@ -126,11 +127,12 @@ class ChainProposer(Proposer):
         target: Target,
         pools: Sequence[KVPool],
         features: Tensor | None = None,
+        held: CachedTokens | None = None,
     ) -> None:
         sizes = target.sizes
         assert sizes.kv_blocks is not None
         self._longest, self._shift, self._pools = network.longest, network.shift, pools
-        self._held = CachedTokens(
+        self._held = held or CachedTokens(
             sizes.kv_blocks, sizes.max_batch_size, network.longest, network.shift
         )
         self._broken = np.full(sizes.max_batch_size + 1, -1, np.int64)  # serials, by place
@@ -139,7 +141,7 @@ class ChainProposer(Proposer):
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
         """`Proposer.propose`; none after the network's last position."""
         counts, room = np.zeros_like(places), self._longest + 1 + self._shift - batch.known[places]
-        most = np.minimum(most, room)
+        most = self._held.room(np.minimum(most, room))
         going = np.flatnonzero((most > 0) & (self._broken[places] != batch.serial[places]))
         going = going[self._ready(batch, places[going])]
         if not len(going):

@@ -43,18 +43,20 @@ class Piece:
         return replace(self, tokens=move(self.tokens), rows=move(self.rows), keeps=keeps)
 
 
-def pieces_of(work: Work, *, longest: bool = False) -> list[Piece]:
+def pieces_of(work: Work, states: StateRows | None = None, *, longest: bool = False) -> list[Piece]:
     """A step in pieces: the next tokens of many sequences as one, and so their first drafts, their
     second ones and so on; then prompts piece by piece.
 
     Args:
+        states: Rows of what runs; default: those of the engine's model, which may have none.
         longest: Cut prompts only where a state is kept: for devices on which sums are grouped by
             what else is in the step anyway.
     """
-    states, batch = work.batch.states, work.batch
+    batch = work.batch
+    states = batch.states if states is None else states
     if states is None:
         return []
-    firsts, alone = np.cumsum(work.counts) - work.counts, alone_in(work)
+    firsts, alone = np.cumsum(work.counts) - work.counts, alone_in(work, states)
     found = list(_next_tokens(work, np.flatnonzero(alone), firsts, states))
     columns = (firsts, work.places, work.starts, work.counts)
     for first, place, start, count in zip(*(x[~alone].tolist() for x in columns), strict=True):
@@ -63,17 +65,17 @@ def pieces_of(work: Work, *, longest: bool = False) -> list[Piece]:
         cuts = _cuts(start, end, int(batch.prompt[place]), states.piece)
         for begin, stop in pairwise([start, *(kept if longest else cuts), end]):
             tokens = torch.arange(first + begin - start, first + stop - start)
-            keeps = torch.tensor([wanted[stop]]) if stop in wanted else None
-            found.append(Piece(tokens, row, begin == 0, keeps, for_others=keeps is not None))
+            kept_in = wanted.get(stop, states.before_draft(place, stop))
+            keeps = None if kept_in is None else torch.tensor([kept_in])
+            found.append(Piece(tokens, row, begin == 0, keeps, for_others=stop in wanted))
     return found
 
 
-def alone_in(work: Work) -> Bools:
+def alone_in(work: Work, states: StateRows) -> Bools:
     """Which sequences of a step have one token after a state, or drafts after it, too, and keep no
     other state than those before drafts."""
-    assert work.batch.states is not None
     one = (work.counts - work.drafts == 1) & (work.starts > 0)
-    return one & ~np.isin(work.places, work.batch.states.keeping)
+    return one & ~np.isin(work.places, states.keeping)
 
 
 def _next_tokens(work: Work, which: Ints, firsts: Ints, states: StateRows) -> Iterator[Piece]:
@@ -86,12 +88,11 @@ def _next_tokens(work: Work, which: Ints, firsts: Ints, states: StateRows) -> It
     """
     for step in range(int(work.drafts[which].max(initial=0)) + 1 if len(which) else 0):
         which = which[work.drafts[which] >= step]
-        places, more = work.places[which], work.drafts[which] > step
-        keeps = np.full(len(which), SPARE)
-        for i in np.flatnonzero(more).tolist():
-            keeps[i] = states.before_drafts(int(places[i]))[step]
+        places, ends = work.places[which], work.starts[which] + step + 1
+        kept = map(states.before_draft, places.tolist(), ends.tolist())
+        keeps = torch.tensor([SPARE if row is None else row for row in kept])
         tokens, rows = torch.from_numpy(firsts[which] + step), torch.from_numpy(places)
-        yield Piece(tokens, rows, keeps=torch.from_numpy(keeps) if more.any() else None)
+        yield Piece(tokens, rows, keeps=keeps if bool((keeps != SPARE).any()) else None)
 
 
 def _cuts(start: int, end: int, prompt: int, piece: int) -> Iterator[int]:

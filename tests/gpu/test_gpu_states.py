@@ -54,11 +54,12 @@ def test_logits_and_tokens_are_those_of_the_cpu(tmp_path, kind, caplog):
     off = distances(engine, exact, ids_of(150))
     assert off.median() < 0.03
     assert off.mean() < (0.15 if experts else 0.05)  # a router may choose another expert
+    near = 1.5 if experts else 1.0 if kind == "mamba" else 0.4  # in bf16 it may be off by a third
     prompts = [ids_of(n, seed=n) for n in (5, 90, 1, 66)]
     with caplog.at_level(logging.WARNING, "ptq.inference"):
         for _ in range(2):
             for ids, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
-                check_greedy(exact, ids, output.token_ids, 1.5 if experts else 0.4)
+                check_greedy(exact, ids, output.token_ids, near)
             engine.check_integrity()
     assert engine.stats().hit_tokens == 2 * 64
     assert ("no CUDA graph holds" in caplog.text) == experts
@@ -121,9 +122,10 @@ def test_a_layer_for_further_tokens_drafts(tmp_path, kind):
     check_predicted(engine, engine_of(folder, "cpu"), 1.5 if has_experts(engine) else 0.4, 40)
 
 
-def test_a_draft_model_without_states_drafts(tmp_path, tiny_llama):
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_draft_model_with_states_or_without_drafts(tmp_path, tiny_llama, itself):
     folder = write_small("bamba", tmp_path)
-    own = SpeculateConfig(method="draft", path=str(tiny_llama), depth=2)
+    own = SpeculateConfig(method="draft", path=str(folder if itself else tiny_llama), depth=2)
     exact, engine = engine_of(folder, "cpu"), engine_of(folder, speculate=own)
     prompts = [ids_of(n, seed=n) for n in (5, 90, 17)]
     for ids, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from inference.models.network import Computed
+    from inference.speculate.cached_tokens import KeptStates
     from inference.speculate.chain import ChainProposer, Target
     from kernels.attention_inputs import KVPool
 with later():
     from formats import tokenizer as tokenizers
     from formats.checkpoint import read
     from inference.models import kv_cache, network
-    from inference.speculate import chain
+    from inference.speculate import cached_tokens, chain
     from inference.transformers_code import choose as shapes
 
 
@@ -32,15 +33,23 @@ class ModelNetwork:
         vocabulary: Ids below are known to it and to the model that it drafts for.
         longest: Most tokens of a sequence in its cache.
         captured: Whether a GPU may capture its steps.
+        states: Its recurrent states; None where it keeps none.
     """
 
     shift = size = 0
 
     def __init__(
-        self, forward: Callable[[Any], Tensor], vocabulary: int, longest: int, *, captured: bool
+        self,
+        forward: Callable[[Any], Tensor],
+        vocabulary: int,
+        longest: int,
+        *,
+        captured: bool,
+        states: KeptStates | None,
     ) -> None:
         self._forward, self._vocabulary = forward, vocabulary
         self.longest, self.captured = longest, captured
+        self.pieces: Callable[..., Sequence[Any]] | None = states and states.pieces
 
     def step(self, batch: Any, pools: Sequence[KVPool], hidden: Tensor | None) -> Computed:
         """`Network.step`, on the cache that `forward` runs on."""
@@ -57,19 +66,13 @@ def draft_proposer(name: str | None, target: Target) -> ChainProposer:
 
     Raises:
         CheckpointError: it is damaged, or of a kind that is not run here.
-        EngineError: it has another vocabulary, or keeps a recurrent state, or memory is too small
-            for it.
+        EngineError: it has another vocabulary, or memory is too small for it.
     """
     assert name is not None
     checkpoint, sizes = read.Checkpoint.open(name), target.sizes
     backend = chain.network_backend(target)
     shapes.check_config(checkpoint)
     shape = shapes.read_shape(checkpoint, backend, transformers_code=sizes.transformers_code)
-    if isinstance(shape, shapes.CodeShape) and shape.structure.mixers:
-        raise EngineError(
-            f"speculate: the draft model {name} keeps a recurrent state, which draft models may "
-            "not have here. Take one without, or ngram or suffix"
-        )
     vocabulary = require_same_vocabulary(
         name,
         tokenizers.load_tokenizer(checkpoint.path),
@@ -83,10 +86,18 @@ def draft_proposer(name: str | None, target: Target) -> ChainProposer:
     cache = cache.fitted(backend.head_sizes, backend.float_sinks)
     what = f"the draft model {name}"
     chain.require_memory(what, checkpoint.nbytes, cache, backend, backend.dtype)
-    model, pools = backend.load(checkpoint, shape, longest), backend.cache(cache)
-    forward = backend.forward(model, pools)
-    own = ModelNetwork(forward, vocabulary, longest, captured=backend.captures(model))
-    return chain.ChainProposer(own, target, pools)
+    model = backend.load(checkpoint, shape, longest)
+    states = None
+    if isinstance(model, shapes.CodeModel) and (each := model.state_bytes()):
+        rows = cached_tokens.state_rows(sizes)
+        chain.require_memory(
+            f"{what}, beside its weights,", rows.rows * each, cache, backend, backend.dtype
+        )
+        states = cached_tokens.KeptStates(model, rows, sizes, longest)
+    pools = backend.cache(cache)
+    forward, captured = backend.forward(model, pools), backend.captures(model)
+    own = ModelNetwork(forward, vocabulary, longest, captured=captured, states=states)
+    return chain.ChainProposer(own, target, pools, held=states)
 
 
 def require_same_vocabulary(

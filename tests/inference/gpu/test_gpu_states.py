@@ -229,15 +229,16 @@ def check_drafts(engine: Engine, exact: Engine, near: float, count: int) -> None
     assert 0.2 * sum(counts.proposed) < sum(counts.accepted) < sum(counts.proposed)
 
 
-def test_a_layer_for_further_tokens_drafts(tmp_path):
+@pytest.mark.parametrize("method", ["mtp", "draft"])
+def test_a_layer_for_further_tokens_or_the_model_itself_drafts(tmp_path, method):
     plain = write_small("qwen3_5_text", tmp_path)
-    predicted(str(write_knowing(plain, tmp_path / "knowing")))
+    predicted(str(write_knowing(plain, tmp_path / "knowing")), method)
 
 
 @interpreted
-def predicted(path: str):
-    """What it knows is right, on the cache that it has beside the model's."""
-    own = SpeculateConfig(method="mtp", depth=3)
+def predicted(path: str, method: str):
+    """What it knows is right, on the cache and with the states that it has beside the model's."""
+    own = SpeculateConfig(method=method, path=path if method == "draft" else None, depth=3)
     engine = engine_of(path, speculate=own, max_batched_tokens=64)
     check_predicted(engine, engine_of(path, triton=False), 0.2, 9)
 

@@ -223,12 +223,14 @@ def test_drafts_change_no_token(made, kind):
     assert kind == "mamba2" or engine.stats().preemptions > 0  # it needs no blocks
 
 
-def test_a_draft_model_without_states_changes_no_token(made, tiny_llama):
+@pytest.mark.parametrize("draft", ["llama", "lfm2", "mamba2"])
+def test_a_draft_model_with_states_or_without_changes_no_token(made, tiny_llama, draft):
+    path = tiny_llama if draft == "llama" else made(draft)
     prompts = [ids_of(n, seed=n) for n in (70, 20, 5)]
     params = [
         SamplingParams(max_tokens=12, ignore_eos=True, temperature=t, seed=1) for t in (0, 0.9, 0)
     ]
-    own = SpeculateConfig(method="draft", path=str(tiny_llama), depth=2)
+    own = SpeculateConfig(method="draft", path=str(path), depth=2)
     engine, plain = engine_of(made("lfm2"), speculate=own), engine_of(made("lfm2"))
     found, wanted = (one.generate(prompts, params) for one in (engine, plain))
     assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
@@ -240,7 +242,8 @@ def test_states_of_drafts_are_kept_in_rows_of_their_own():
     states.want(0, [64])
     states.keep_before([(0, 11, 3), (2, 7, 1)])
     assert states.rows == 9
-    assert [states.before_drafts(place) for place in range(3)] == [[3, 4, 5], [], [6]]
+    kept = [[states.before_draft(place, n) for n in (7, 11, 12, 13)] for place in range(3)]
+    assert kept == [[None, 3, 4, 5], [None] * 4, [6, None, None, None]]
     assert states.keeping == [0]
     states.go_back(0, 12)  # the first one was right
     states.go_back(2, 8)  # all were: what is in its place is right
@@ -285,8 +288,6 @@ def test_rows_for_drafts_may_be_those_of_snapshots():
 
 
 def test_drafts_without_room_for_states_are_refused_by_name(made):
-    engine, path = engine_of(made("lfm2"), state_snapshots=0), str(made("lfm2"))
+    engine = engine_of(made("lfm2"), state_snapshots=0)
     with pytest.raises(EngineError, match=r"no rows for recurrent states.*speculate=\.\.\."):
         engine.speculate_by(Replay([], 1, 384))
-    with pytest.raises(EngineError, match=r"draft model .* keeps a recurrent state"):
-        engine_of(made("lfm2"), speculate=SpeculateConfig(method="draft", path=path))

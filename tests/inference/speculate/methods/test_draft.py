@@ -17,8 +17,10 @@ from inference.speculate.cached_tokens import CachedTokens
 from inference.speculate.chain import ChainProposer, Target
 from inference.speculate.methods.draft import draft_proposer
 from tests.inference.speculate.requests import fork_within, request_count, run_all, some_requests
+from tests.inference.transformers_code.test_states import write_small
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
+STATEFUL = ("qwen3_next", "mamba2")
 PROMPTS = [[5 + i] * 45 + [9 + 3 * i] * i for i in range(4)]
 
 
@@ -39,15 +41,21 @@ def acceptance(runner: Engine) -> float:
     return float(share)
 
 
-@pytest.mark.parametrize("scheme", ["float", "a8w8c8", "a8w4c4_two_level"])
-def test_a_model_that_drafts_for_itself_is_always_right(tiny_llama, make_quantized, scheme):
+@pytest.mark.parametrize("scheme", ["float", "a8w8c8", "a8w4c4_two_level", *STATEFUL])
+def test_a_model_that_drafts_for_itself_is_always_right(
+    tiny_llama, make_quantized, tmp_path, scheme
+):
     """Also behind what it finds, in blocks that others had, and after a sequence gave way."""
-    folder = tiny_llama if scheme == "float" else make_quantized(tiny_llama, scheme)
+    if scheme in STATEFUL:
+        folder = write_small(scheme, tmp_path)
+    else:
+        folder = tiny_llama if scheme == "float" else make_quantized(tiny_llama, scheme)
     want = [list(o.token_ids) for o in engine(folder).generate(PROMPTS, LONG)]
     runner = engine(folder, folder, max_batch_size=3, max_model_len=192, max_batched_tokens=50)
     assert [o.token_ids for o in runner.generate(PROMPTS, LONG)] == want
     assert acceptance(runner) == 1
-    runner.generate([[*p, *o, 7] for p, o in zip(PROMPTS, want, strict=True)], LONG)
+    for _ in range(2):  # of what a model with a state made itself, nothing is found
+        runner.generate([[*p, *o, 7] for p, o in zip(PROMPTS, want, strict=True)], LONG)
     assert runner.stats().hit_tokens > 0
     assert acceptance(runner) == 1
 
@@ -80,14 +88,18 @@ def test_what_is_found_but_was_never_drafted_for_is_computed(tiny_llama):
     assert acceptance(runner) == 1
 
 
-def test_another_model_changes_nothing(make_model, tiny_llama):
+@pytest.mark.parametrize("kind", ["qwen3", *STATEFUL])
+def test_another_model_changes_nothing(make_model, tiny_llama, tmp_path, kind):
+    """Greedy and sampled, with hits, preemption and aborts; of most drafts some are wrong."""
     requests = some_requests(request_count(24), seed=4)
     runner = engine(tiny_llama, max_batch_size=3, kv_blocks=12, max_model_len=256)
     wanted = run_all(runner, requests)
+    stateful = kind in STATEFUL
+    draft = write_small(kind, tmp_path) if stateful else make_model(kind, layers=1, seed=3)
     target = Target(
         runner.tokenizer, 384, runner.config, runner.backend, runner.model, runner.checkpoint
     )
-    runner.speculate_by(draft_proposer(str(make_model("qwen3", layers=1, seed=3)), target), depth=3)
+    runner.speculate_by(draft_proposer(str(draft), target), depth=3)
     assert run_all(runner, requests) == wanted
     assert acceptance(runner) < 1
 
