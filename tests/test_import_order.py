@@ -43,7 +43,7 @@ FLOORS = {
     "kernels.triton": """
         tuning gluon_names versions
         common reference
-        rows sampling attention experts calibration
+        rows sampling attention experts calibration recurrence
         fused
         linear collective""",
     "formats": """

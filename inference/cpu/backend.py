@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class CpuBackend(OneProcess):
 
     device = torch.device("cpu")
     runs_drafters = same_bits = True
+    functions: ClassVar[Mapping[str, Callable[..., Any]]] = {}
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, fused: bool = True) -> None:
         self.dtype, self._fused = dtype, fused

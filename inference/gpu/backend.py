@@ -22,6 +22,7 @@ from inference.gpu.invariant import invariant_decoder
 from inference.gpu.layers import GpuLinear, pack_linear
 from inference.gpu.loop import DeviceLoop
 from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, ran_out
+from inference.gpu.recurrences import FUNCTIONS
 from inference.gpu.runner import GpuRunner
 from inference.gpu.warn_once import warnings_together
 from inference.models.config import ModelConfig
@@ -50,7 +51,7 @@ class TritonBackend(OneProcess):
         dtype: Of activations and of float weights: fp16 or bf16.
     """
 
-    runs_drafters, same_bits = True, False
+    runs_drafters, same_bits, functions = True, False, FUNCTIONS
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,6 +75,11 @@ class LayerFactory(Protocol[L_co, X_co]):
     @property
     def same_bits(self) -> bool:
         """Whether a row has the same bits in any batch."""
+        ...
+
+    @property
+    def functions(self) -> Mapping[str, Callable[..., Any]]:
+        """What kernels compute of layers that keep a state, by its name in transformers' code."""
         ...
 
     def check(self, config: ModelConfig) -> None:

@@ -73,7 +73,10 @@ def load_code(
     }
     _Loader(model, stored, checkpoint, structure, factory).load()
     fix_frequencies(model, longest)
-    stand_in(model.eval(), structure.mixers, shapes, same_bits=factory.same_bits)
+    stand_in(
+        model.eval(), structure.mixers, shapes, same_bits=factory.same_bits,
+        functions=factory.functions,
+    )  # fmt: skip
     use_kernels(model)
     return model.eval()
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any, cast
 
 import torch
@@ -27,13 +27,12 @@ from formats.errors import CheckpointError
 from formats.modeling.load import FAULTS
 from formats.modeling.states import cache_argument
 from inference.transformers_code.attention import current_step, only_rows, quiet
+from inference.transformers_code.functions import call_instead, kinds_in_rows, roundings
 from inference.transformers_code.pieces import Piece
 from inference.transformers_code.projections import Projections
-from inference.transformers_code.state_pool import StatePool, StateShape
+from inference.transformers_code.state_pool import StatePool, StateShape, StatesInRows
 
 PROBED = 6  # tokens that are compared
-NEAR = {torch.float32: 0.02}  # relative distance of what differs by roundings alone
-NEAR_HALF = 0.1  # the same in 16 bits, of quantized layers too
 
 
 class _Every(list[Any]):
@@ -74,6 +73,8 @@ class Stateful(nn.Module):
         continues: Whether its code takes several tokens after a state.
         together: Whether its code may take several sequences at once.
         outputs: How many of what it gives are of tokens, the first; None as long as shapes tell.
+        in_rows: Kinds of states that its functions read and write in their rows of a pool; those of
+            convolutions for next tokens alone.
     """
 
     def __init__(self, mixer: nn.Module, shapes: Sequence[StateShape], count: int) -> None:
@@ -83,6 +84,7 @@ class Stateful(nn.Module):
         self._names = list(inspect.signature(mixer.forward).parameters)
         self.continues = self.together = True
         self.outputs: int | None = None
+        self.in_rows: Set[str] = frozenset()
         self.projections = Projections(mixer)
         self._pools: list[StatePool] = []
         self._values: int | None = None
@@ -149,26 +151,53 @@ class Stateful(nn.Module):
     def _run(self, x: Tensor, piece: Piece, given: Mapping[str, Any]) -> list[Tensor]:
         """Tokens [n, H] through the module, as [1, n, H] or [n, 1, H]; states are read from their
         rows, and written."""
-        states = [pool.read(piece.rows) for pool in self._pools]
+        states = self._states(piece)
         x = x[:, None] if len(piece.rows) > 1 else x[None]
         self.projections.begin(x, piece.tokens)
         with only_rows(piece.tokens):
             y, after = self.call(x, states, piece.begins, given)
         for pool, state in zip(self._pools, after, strict=True):
-            pool.write(piece.rows, state)
+            stays = isinstance(state, StatesInRows)
+            if not stays:
+                pool.write(piece.rows, state)
             if piece.keeps is not None:
+                state = pool.read(piece.rows) if stays else state
                 (pool.keep if piece.for_others else pool.write)(piece.keeps, state)
         return y
+
+    def _states(self, piece: Piece) -> list[Tensor]:
+        following = len(piece.tokens) == len(piece.rows) and not piece.begins
+        return [
+            pool.in_rows(piece.rows)
+            if own.kind in self.in_rows and (following or own.kind == "recurrent")
+            else pool.read(piece.rows)
+            for own, pool in zip(self.shapes, self._pools, strict=True)
+        ]
+
+    def trial(self, x: Tensor, in_rows: Set[str]) -> list[Tensor]:
+        """Of some tokens [T, H] at once and then two, one by one: what the module gives, and the
+        states after them."""
+        self.in_rows = in_rows
+        self.keep(1, x.device)
+        rows, found = torch.zeros(1, dtype=torch.int64, device=x.device), list[Tensor]()
+        with quiet():
+            for begin, end in pairwise((0, len(x) - 2, len(x) - 1, len(x))):
+                tokens = torch.arange(begin, end, device=x.device)
+                found += self._run(x[begin:end], Piece(tokens, rows, begins=not begin), {})
+        found += [pool.read(rows) for pool in self._pools]
+        self._pools = []
+        return [part.float() for part in found]
 
     def call(
         self, x: Tensor, states: Sequence[Tensor], begins: bool, given: Mapping[str, Any]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The module's code on [B, n, H] after states [B, ...]: its first outputs [B, n, ...] of
-        tokens, and the states then."""
+        """The module's code on [B, n, H] after states [B, ...], which it may change: its first
+        outputs [B, n, ...] of tokens, and the states then."""
         layer = LinearAttentionLayer(number_of_states=self._count)
         layer.device, layer.dtype = x.device, x.dtype
         for own, state in zip(self.shapes, states, strict=True):
-            state = torch.zeros_like(state) if begins else state.clone()
+            if begins and not isinstance(state, StatesInRows):
+                state = torch.zeros_like(state)
             getattr(layer, f"{own.kind}_states")[own.index] = state
             getattr(layer, f"is_{own.kind}_states_initialized")[own.index] = True
             layer.has_previous_state[own.index] = not begins
@@ -238,7 +267,12 @@ def state_shapes(mixer: nn.Module, hidden: int, count: int, dtype: torch.dtype) 
 
 
 def stand_in(
-    model: Any, names: Sequence[str], shapes: Mapping[str, list[StateShape]], *, same_bits: bool
+    model: Any,
+    names: Sequence[str],
+    shapes: Mapping[str, list[StateShape]],
+    *,
+    same_bits: bool,
+    functions: Mapping[str, Callable[..., Any]],
 ) -> None:
     """Put `Stateful` in the place of a loaded model's modules, and find out what each can do.
 
@@ -247,14 +281,22 @@ def stand_in(
         names: Of the modules.
         shapes: Of their states.
         same_bits: Whether a sequence's bits are to be the same beside others.
+        functions: Of the backend, for those of these names in the code, where they give the same.
 
     Raises:
         CheckpointError: the code's tokens one by one are not what it computes of them at once.
     """
     known: dict[type, tuple[bool, bool, str | None, int | None]] = {}
+    in_rows: dict[type, Set[str] | None] = {}
     for name in names:
         own = Stateful(model.get_submodule(name), shapes[name], states_of(model))
         kind = type(own.mixer)
+        if kind not in in_rows:
+            in_rows[kind] = kinds_in_rows(own, functions, _drawn(own, model, 1)[0])
+        kinds = in_rows[kind]
+        if kinds is not None:
+            own.in_rows = kinds
+            call_instead(own.mixer, functions)
         if kind not in known:
             known[kind] = (*_probed(own, name, model, same_bits), own.outputs)
         own.continues, own.together, last, own.outputs = known[kind]
@@ -267,6 +309,13 @@ def states_of(model: Any) -> int:
     return getattr(model.config.get_text_config(), "number_of_conv_states", 1)
 
 
+def _drawn(own: Stateful, model: Any, many: int) -> Tensor:
+    """Random hidden states of some sequences [many, PROBED, H] as a module takes them."""
+    hidden = model.config.get_text_config().hidden_size
+    x = torch.randn(many, PROBED, hidden, generator=torch.Generator().manual_seed(0))
+    return x.to(next(own.parameters()).device, own.shapes[0].dtype)
+
+
 def _zeros(own: Stateful, count: int, device: torch.device) -> list[Tensor]:
     """States of so many sequences before their first token."""
     return [torch.zeros(count, *s.shape, dtype=s.dtype, device=device) for s in own.shapes]
@@ -275,11 +324,8 @@ def _zeros(own: Stateful, count: int, device: torch.device) -> list[Tensor]:
 @torch.no_grad()
 def _probed(own: Stateful, name: str, model: Any, same_bits: bool) -> tuple[bool, bool, str | None]:
     """Whether a module continues, takes several sequences, and its last layer's name."""
-    hidden = model.config.get_text_config().hidden_size
-    device = next(own.parameters()).device
-    many, makers = 3, set[str | None]()
-    x = torch.randn(many, PROBED, hidden, generator=torch.Generator().manual_seed(0))
-    x = x.to(device, own.shapes[0].dtype)
+    makers, x = set[str | None](), _drawn(own, model, 3)
+    device = x.device
 
     def run(x: Tensor, cuts: Sequence[int], forget: int | None = None) -> Tensor:
         states = _zeros(own, len(x), device)
@@ -303,7 +349,7 @@ def _probed(own: Stateful, name: str, model: Any, same_bits: bool) -> tuple[bool
         forgot = [run(x[:1], [PROBED - 2, 2], forget=i) for i in range(len(own.shapes))]
         beside = run(x, ones)
         alone = torch.cat([run(one, ones) for one in x.split(1)])
-    near = NEAR.get(x.dtype, NEAR_HALF)
+    near = roundings(x.dtype)
     if (single - whole).norm() > near * whole.norm():
         raise CheckpointError(
             f"{name}: transformers' code computes other numbers of tokens one by one than of all "

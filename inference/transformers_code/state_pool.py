@@ -11,7 +11,9 @@ change no token.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +42,36 @@ class StateShape:
             return count * self.dtype.itemsize
         *heads, rows, columns = self.shape
         return count + 4 * math.prod(heads) * (rows + columns)
+
+
+class StatesInRows(Tensor):
+    """Stands for states of some sequences that stay in their rows of a pool, for functions that
+    read and write them there; others can be copied into it, and nothing else computed of it.
+
+    Attributes:
+        pool: All rows.
+        rows: int64 [B], those of the sequences.
+    """
+
+    pool: Tensor
+    rows: Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.__name__
+        if name in ("to", "float"):
+            return args[0]
+        if name == "copy_":
+            states, other = args
+            if other is not states:
+                states.pool[states.rows] = other.to(states.pool.dtype)
+            return states
+        if name in ("__get__", "size", "dim"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise TypeError(f"{name} of states that are in their rows")
 
 
 class StatePool:
@@ -77,6 +109,13 @@ class StatePool:
     def read(self, rows: Tensor) -> Tensor:
         """States [B, ...] of sequences."""
         return self._floats[rows]
+
+    def in_rows(self, rows: Tensor) -> StatesInRows:
+        """The same, which stay where they are."""
+        shape = (len(rows), *self._floats.shape[1:])
+        states = self._floats[:1].expand(shape).as_subclass(StatesInRows)
+        states.pool, states.rows = self._floats, rows
+        return states
 
     def write(self, rows: Tensor, state: Tensor) -> None:
         """Put states [B, ...] into rows of sequences, or of states before drafts."""

@@ -375,3 +375,24 @@ def add_lora_reference(
         for own, start, stop in zip(u, starts, stops, strict=True):
             out[mine, start:stop] += own @ b[slot, start:stop].double().T
     return out
+
+
+def linear_recurrence(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, *, delta: bool,
+    norm: bool = False, scale: float = 1.0, skip: Tensor | None = None, transposed: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """fp64 (outputs, the state after them): one token after the other."""
+    share = v.shape[2] // q.shape[2]
+    q, k = (x.double().repeat_interleave(share, dim=2) for x in (q, k))
+    if norm:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    s, outputs, v = (state.mT if transposed else state).double(), [], v.double()
+    for t in range(q.shape[1]):
+        kept = decay[:, t].double().exp()
+        s = s * (kept[..., None] if kept.dim() == 3 else kept[..., None, None])
+        known = torch.einsum("bhrc,bhr->bhc", s, k[:, t]) if delta else 0.0
+        u = beta[:, t, :, None].double() * (v[:, t] - known)
+        s = s + k[:, t, :, :, None] * u[:, :, None]
+        y = scale * torch.einsum("bhrc,bhr->bhc", s, q[:, t])
+        outputs.append(y if skip is None else y + skip.double()[:, None] * v[:, t])
+    return torch.stack(outputs, 1), s.mT if transposed else s

@@ -1,0 +1,76 @@
+"""Functions of a backend in the place of those that modules of transformers' code call."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from inference.transformers_code.state import Stateful
+
+log, transformers_log = logging.getLogger("ptq.inference"), logging.getLogger("transformers")
+
+
+def roundings(dtype: torch.dtype) -> float:
+    """Relative distance of what differs by roundings alone; in 16 bits of quantized layers too."""
+    return 0.02 if dtype == torch.float32 else 0.1
+
+
+def call_instead(mixer: Any, functions: Mapping[str, Callable[..., Any]]) -> list[str]:
+    """Have a module's code call these functions where it calls those of its file by their names.
+
+    Returns:
+        The methods that do so now: attributes of the module, which can be deleted.
+    """
+    found: list[str] = []
+    for name, method in inspect.getmembers(type(mixer), inspect.isfunction):
+        plain = inspect.unwrap(method)
+        code = plain.__code__
+        if own := {key: functions[key] for key in functions.keys() & set(code.co_names)}:
+            given = plain.__globals__ | own, name, plain.__defaults__, plain.__closure__
+            twin = FunctionType(code, *given)
+            twin.__kwdefaults__ = plain.__kwdefaults__
+            setattr(mixer, name, twin.__get__(mixer))
+            found.append(name)
+    return found
+
+
+@torch.no_grad()
+def kinds_in_rows(
+    own: Stateful, functions: Mapping[str, Callable[..., Any]], x: Tensor
+) -> Set[str] | None:
+    """What a module that calls these functions may have as `in_rows`; None where it calls none, or
+    computes something else of tokens x [T, H] with them than without."""
+    methods = call_instead(own.mixer, functions)
+    if not methods:
+        return None
+    for name in methods:
+        delattr(own.mixer, name)
+    level = transformers_log.level
+    transformers_log.setLevel(logging.ERROR)  # it calls its own functions slow
+    try:
+        wanted = own.trial(x, frozenset())
+    finally:
+        transformers_log.setLevel(level)
+    call_instead(own.mixer, functions)
+    near = roundings(x.dtype)
+    for kinds in (frozenset({"conv", "recurrent"}), frozenset({"conv"}), frozenset[str]()):
+        with suppress(TypeError):  # its code computes with states by itself
+            found = own.trial(x, kinds)
+            pairs = zip(found, wanted, strict=True)
+            if all((a - b).norm() <= near * b.norm() for a, b in pairs):
+                return kinds
+    for name in methods:
+        delattr(own.mixer, name)
+    log.warning(
+        "%s computes something else by our kernels than by transformers' code, which runs it",
+        type(own.mixer).__name__,
+    )
+    return None
