@@ -44,7 +44,6 @@ def watched_queries(attention: nn.Module, on_queries: Callable[[Tensor], None]) 
     """For a while, show the queries of an attention module by the KV head that they read.
 
     Args:
-        attention: As in `watched`.
         on_queries: Called with Q after RoPE [samples, kv heads, queries of each, tokens, head_dim].
     """
     return _left_on(attention, {_QUERIES: on_queries})
@@ -86,12 +85,8 @@ def _latent_shown(
 ) -> Iterator[None]:
     """For a while, show the latents of a module after their norm."""
     norm = attention.get_submodule(names.kv_norm)
-    handle = norm.register_forward_hook(lambda _, __, latent: on_latent(latent))
-    try:
-        with also:
-            yield
-    finally:
-        handle.remove()
+    with norm.register_forward_hook(lambda _, __, latent: on_latent(latent)), also:
+        yield
 
 
 def watched_gradients(

@@ -175,12 +175,9 @@ class DecoderBlock:
         """`run` on some samples, checked, in the host's memory: hidden states for the next block.
 
         Args:
-            on_input: As of `run`, like the next two and the last.
-            on_kv: As of `run`.
-            on_route: As of `run`.
+            on_input: As of `run`, like `on_kv` and `on_route`; `on_sinks` gets sink tokens' inputs.
             samples: Indices into `inputs`, in the order in which they run; None for all.
             begin: Called with those that go `together` before they run.
-            on_sinks: As of `run`.
 
         Raises:
             RecipeError: they hold NaN or infinity.

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from calibrate.sources import (
     Convert,
@@ -191,12 +192,9 @@ def _in_template(
 
 def _padded(sequences: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
     """Ids and mask: [sequences, longest]."""
-    ids = torch.full((len(sequences), max(map(len, sequences))), pad, dtype=torch.int64)
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.tensor(sequence)
-        mask[row, : len(sequence)] = True
-    return ids, mask
+    ids = [torch.tensor(sequence) for sequence in sequences]
+    mask = pad_sequence([torch.ones_like(own, dtype=torch.bool) for own in ids], batch_first=True)
+    return pad_sequence(ids, batch_first=True, padding_value=pad), mask
 
 
 Documents = tuple[list[str], tuple[str, ...]]  # texts, and what a person should know of them

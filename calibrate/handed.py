@@ -33,7 +33,6 @@ class Given:
 
     Attributes:
         args: Arguments by place, after the hidden states.
-        kwargs: Arguments by name.
         named: Name under which it hands over the hidden states; None where they come first.
     """
 
@@ -196,7 +195,6 @@ class Handed:
     Attributes:
         given: By the model's code, for samples of each length.
         own: What of it depends on the tokens, of each sample.
-        rows: What the rows of samples hold.
     """
 
     given: dict[int, Given] = field(default_factory=dict)

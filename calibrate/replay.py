@@ -9,7 +9,7 @@ them. For down this leaves one product of seven, for gate and up it saves the at
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ class Replay:
     Attributes:
         block: The block. While this is used, nothing about it changes but how the `changed`
             modules compute: their weights, and what hooks make of their inputs and outputs.
-        changed: Those modules.
         until: A module that reads the residual stream; where it begins after the changed ones, a
             run ends there. None for whole runs.
     """
@@ -67,14 +66,12 @@ class Replay:
             if begun():
                 raise _EndedError(args[0].view(*self.block.inputs[sample].shape[:-1], -1))
 
-        handle = None if self.until is None else self.until.register_forward_pre_hook(end)
-        try:
-            return self.block.run(sample, cache=cache)
-        except _EndedError as ended:
-            return ended.hidden
-        finally:
-            if handle is not None:
-                handle.remove()
+        until = self.until
+        with nullcontext() if until is None else until.register_forward_pre_hook(end):
+            try:
+                return self.block.run(sample, cache=cache)
+            except _EndedError as ended:
+                return ended.hidden
 
     def _first_run(self, sample: int, cache: Cache | None) -> Tensor:
         """Run a sample, and keep what ended before the first changed module began."""

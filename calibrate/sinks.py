@@ -57,10 +57,7 @@ class Peaks:
     def sinks(self) -> int:
         """Positions from the first on at which tokens of at least half of the samples stand out."""
         share = ((self.ratios > OUTLIER) | (self.values < SMALL)).float().mean(dim=0)
-        count = 0
-        while count < min(MOST, len(share)) and share[count] >= 0.5:
-            count += 1
-        return count
+        return int((share[:MOST] >= 0.5).cumprod(dim=0).sum())
 
     def others(self, sinks: int) -> dict[str, float]:
         """Layers in which tokens after the first `sinks` stand out, with the largest ratio."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -232,18 +232,17 @@ class BlockStream:
             return self._model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
 
         layer = self._model.get_output_embeddings()
-        handle = layer.register_forward_hook(lambda _, __, out: on_output(out))
+        hook = layer.register_forward_hook(lambda _, __, out: on_output(out))
         try:
-            with self._loaded_when_called():
+            with hook, self._loaded_when_called():
                 yield logits
         finally:
-            handle.remove()
             last.after = None
 
     @contextmanager
     def _loaded_when_called(self) -> Iterator[None]:
         """Load what is outside of the blocks when its code is called, and free it in the end."""
-        handles, loaded, shared = [], set[nn.Module](), dict[str, Tensor]()
+        loaded, shared = set[nn.Module](), dict[str, Tensor]()
 
         def read(name: str) -> Tensor:
             """A tensor; one that stands for two, once for both."""
@@ -267,16 +266,16 @@ class BlockStream:
                     dtype=self._dtype,
                 )
 
-        for name, part in self._model.named_modules():
-            if next(part.parameters(recurse=False), None) is not None or part._buffers:
-                handles.append(part.register_forward_pre_hook(lambda m, _, n=name: load(m, n)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for part in loaded:
-                part.to("meta")
+        with ExitStack() as stack:
+            for name, part in self._model.named_modules():
+                if next(part.parameters(recurse=False), None) is not None or part._buffers:
+                    hook = part.register_forward_pre_hook(lambda m, _, n=name: load(m, n))
+                    stack.enter_context(hook)
+            try:
+                yield
+            finally:
+                for part in loaded:
+                    part.to("meta")
 
     def go_on(self, inputs: list[Tensor], quantized_inputs: list[Tensor] | None) -> None:
         """Take up hidden states that were kept, in place of those that `start` made."""
@@ -301,14 +300,13 @@ class BlockStream:
 
         head = self._model.get_output_embeddings().register_forward_pre_hook(stop)
         try:
-            with self._loaded_when_called():
+            with head, self._loaded_when_called():
                 for i, hidden in enumerate(self.inputs):
                     last.after = self._states(hidden.to(self.device))
                     with suppress(AllRecordedError):
                         self._model(**self._any_tokens(last.after), use_cache=False)
                     self.inputs[i] = to_host(seen.pop()[0])
         finally:
-            head.remove()
             last.after = None
 
     def _states(self, hidden: Tensor) -> Tensor:

@@ -99,11 +99,8 @@ class TensorStatistics:
             own = getattr(self, name)
             setattr(self, name, added if own is None else own + added)
         self._merge_tokens(other)
-        seen = other.tokens, other.channel_absmax, other.sample_absmax
-        if other.counted:
-            self._add(*seen, other._dense())
-        else:
-            self._add_maxima(*seen)
+        counts = other._dense() if other.counted else None
+        self._add(other.tokens, other.channel_absmax, other.sample_absmax, counts)
 
     def _merge_tokens(self, other: TensorStatistics) -> None:
         """Add another's largest magnitudes of tokens, before its maxima are added."""
@@ -240,14 +237,13 @@ class TensorStatistics:
         return dense
 
     def _add(
-        self, tokens: int, channel_absmax: Tensor, sample_absmax: Tensor, counts: Tensor
+        self, tokens: int, channel_absmax: Tensor, sample_absmax: Tensor, counts: Tensor | None
     ) -> None:
-        counts = counts + self._dense()
-        self._bins = counts.nonzero().flatten()
-        self._counts = counts[self._bins]
-        self._add_maxima(tokens, channel_absmax, sample_absmax)
-
-    def _add_maxima(self, tokens: int, channel_absmax: Tensor, sample_absmax: Tensor) -> None:
+        """Add tokens; without counts only their maxima."""
+        if counts is not None:
+            counts = counts + self._dense()
+            self._bins = counts.nonzero().flatten()
+            self._counts = counts[self._bins]
         self.channel_absmax = torch.maximum(self.channel_absmax, channel_absmax)
         samples = torch.cat((self.sample_absmax, sample_absmax))
         rows, times = samples.unique(dim=0, return_counts=True)  # ascending, whatever the order
@@ -337,10 +333,7 @@ class Accumulator:
             return found
         check_finite(channels, name)
         samples = self._tell_tokens(found)
-        if counts is None:
-            found._add_maxima(self._tokens, channels, samples)
-        else:
-            found._add(self._tokens, channels, samples, counts.cpu())
+        found._add(self._tokens, channels, samples, None if counts is None else counts.cpu())
         return found
 
     def _tell_tokens(self, found: TensorStatistics) -> Tensor:

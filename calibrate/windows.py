@@ -81,9 +81,7 @@ def cut_windows(
 
     Args:
         documents: Texts; blank ones give nothing.
-        amount: How many sequences, and how long.
         templated: Whether a template has written all special tokens of the documents.
-        chats: Whether each is a chat.
         pack: Fill sequences with documents; otherwise one document each.
         shorter: Let what is not enough for one sequence make one.
     """

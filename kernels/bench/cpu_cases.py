@@ -146,9 +146,8 @@ LEAST = 0.2  # seconds of multiplications that are measured
 
 def measure_limits() -> Limits:
     """Measure the machine: a buffer that no cache holds, and multiplications in registers."""
-    loaded, threads = native.loaded(), torch.get_num_threads()
     data = torch.ones(256 << 20, dtype=torch.uint8)
-    read = calls(lambda _: loaded.ptq_read(data.data_ptr(), data.nbytes, threads), 1)
+    read = calls(lambda _: native.call("read", data, data.nbytes), 1)
     bandwidth = data.nbytes / min(read() for _ in range(9))
     rates = {}
     for unit in ("f32", "int8", "int4"):
@@ -156,10 +155,10 @@ def measure_limits() -> Limits:
         while spent < LEAST:
             rounds *= 2
             start = time.perf_counter()
-            done = loaded.ptq_multiply_add(FORMATS[unit], rounds, threads)
+            done = native.call("multiply_add", FORMATS[unit], rounds)
             spent = time.perf_counter() - start
         rates[unit] = done / spent / 1e6
     text = ", ".join(f"{unit} {rate / 1e3:.0f}" for unit, rate in rates.items())
-    reads = f"{threads} threads: reads {bandwidth / 1e3:.1f} GB/s"
+    reads = f"{torch.get_num_threads()} threads: reads {bandwidth / 1e3:.1f} GB/s"
     note = f"{reads}; multiplies and adds in registers, GOPS: {text}"
     return Limits(str(native.isa()), bandwidth, rates, note)

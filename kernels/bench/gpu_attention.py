@@ -44,7 +44,6 @@ class Kind:
     Attributes:
         name: A model with such attention; none for the default.
         heads: Query heads.
-        kv_heads: Key and value heads.
         dim: Size of a head.
         window: Positions that a query sees, or None for all.
         softcap: Bound of the logits, or None.

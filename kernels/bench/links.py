@@ -87,7 +87,6 @@ class Link:
     """One way from a kernel, or a phase of one, to the next.
 
     Attributes:
-        programs: Of the kernel.
         way: `kernel`, `early kernel` or `barrier`.
         us: Microseconds.
     """

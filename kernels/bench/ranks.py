@@ -32,7 +32,6 @@ def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]
     turns, and gloo: results are right then, times mean nothing.
 
     Args:
-        count: Of ranks.
         work: A function of a module; its results must be picklable. It calls at(what) with
             what it is going to do, each time.
         arguments: Picklable.

@@ -20,7 +20,7 @@ from kernels.attention_inputs import KVPool
 from kernels.cpu import native
 from kernels.cpu.lora import LoraTable
 from kernels.cpu.native_attention import check_pool, formats
-from kernels.cpu.structures import ACTIVATIONS, FLOATS, FORMATS, pointer
+from kernels.cpu.structures import ACTIVATIONS, FLOATS, FORMATS, fields, pointer
 from kernels.packed_cache import channels
 
 PACKED_ROWS = -1  # format of an embedding that is the rows of a packed weight
@@ -29,49 +29,41 @@ KINDS = {"float": 0, "int8": 1, "fp8_e4m3": 2}
 
 class _Layer(Structure):
     _fields_ = [
-        *[(name, c_void_p) for name in ("weight", "scale", "sink_scale")],
+        *fields(c_void_p, "weight scale sink_scale"),
         ("group", c_int64),
-        ("kind", c_int32),
-        ("unused", c_int32),
+        *fields(c_int32, "kind unused"),
     ]
 
 
 class _Block(Structure):
     _fields_ = [
-        *[(name, _Layer) for name in ("qkv", "o", "gate_up", "down")],
-        *[(name, c_void_p) for name in ("cos", "sin", "before_attention", "after_attention")],
-        *[(name, c_void_p) for name in ("before_feed_forward", "after_feed_forward")],
-        *[(name, c_void_p) for name in ("q_norm", "k_norm", "sinks")],
-        *[(name, c_void_p) for name in ("k_pool", "v_pool", "k_scale", "v_scale")],
-        *[(name, c_void_p) for name in ("k_offset", "k_feedback", "sink_k", "sink_v")],
-        *[(name, c_int64) for name in ("window", "cache_blocks", "turn")],
-        *[(name, c_int32) for name in ("k_format", "v_format", "k_scale_kind", "v_scale_kind")],
-        *[(name, c_int32) for name in ("whole_norms", "unused")],
+        *fields(_Layer, "qkv o gate_up down"),
+        *fields(c_void_p, "cos sin before_attention after_attention before_feed_forward"),
+        *fields(c_void_p, "after_feed_forward q_norm k_norm sinks k_pool v_pool k_scale v_scale"),
+        *fields(c_void_p, "k_offset k_feedback sink_k sink_v"),
+        *fields(c_int64, "window cache_blocks turn"),
+        *fields(c_int32, "k_format v_format k_scale_kind v_scale_kind whole_norms unused"),
     ]
 
 
 class _Decoder(Structure):
     _fields_ = [
-        *[(name, c_void_p) for name in ("blocks", "embedding", "norm", "growth")],
+        *fields(c_void_p, "blocks embedding norm growth"),
         ("head", _Layer),
-        *[(name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim")],
-        *[(name, c_int64) for name in ("intermediate", "vocabulary")],
-        *[(name, c_int32) for name in ("embedding_format", "activation")],
-        *[(name, c_float) for name in ("embedding_scale", "eps", "softmax_scale")],
-        *[(name, c_float) for name in ("softcap", "logits_softcap")],
+        *fields(c_int64, "layers hidden heads kv_heads dim intermediate vocabulary"),
+        *fields(c_int32, "embedding_format activation"),
+        *fields(c_float, "embedding_scale eps softmax_scale softcap logits_softcap"),
         ("sink_tokens", c_int32),
     ]
 
 
 class _Step(Structure):
     _fields_ = [
-        *[(name, c_void_p) for name in ("ids", "positions", "slots", "block_tables")],
-        *[(name, c_void_p) for name in ("query_start", "context_len", "rows")],
-        *[(name, c_int64) for name in ("tokens", "sequences", "table_stride", "wanted")],
-        *[(name, c_void_p) for name in ("logits", "workspace", "problem", "partials")],
-        *[(name, c_void_p) for name in ("taps", "hidden")],
+        *fields(c_void_p, "ids positions slots block_tables query_start context_len rows"),
+        *fields(c_int64, "tokens sequences table_stride wanted"),
+        *fields(c_void_p, "logits workspace problem partials taps hidden"),
         ("tapped", c_int64),
-        *[(name, c_void_p) for name in ("adapters", "loras")],
+        *fields(c_void_p, "adapters loras"),
     ]
 
 
@@ -140,9 +132,7 @@ class DecoderSpec:
         norm: fp32 [hidden].
         head: Gives the logits.
         heads: Query heads.
-        eps: Of the norms.
         scale: Factor of q k^T.
-        activation: Of the feed-forward layers.
         embedding_scale: Factor of the embedding's rows.
         growth: fp32 [positions], factor of q at each, or None.
         softcap: Bound of attention's logits, or None.
@@ -228,8 +218,7 @@ class FusedDecoder:
         Returns:
             Logits fp32 [R, vocabulary] of the tokens `rows`.
         """
-        loaded = native.loaded()
-        needed = loaded.ptq_decoder_workspace(byref(self._decoder), len(ids))
+        needed = native.loaded().ptq_decoder_workspace(byref(self._decoder), len(ids))
         if needed > len(self._workspace):
             self._workspace = native.aligned(needed)
         logits = torch.empty(len(rows), self._vocabulary)
@@ -252,8 +241,7 @@ class FusedDecoder:
             pointer(adapters),
             None if loras is None else loras.address,
         )
-        threads = torch.get_num_threads()
-        if loaded.ptq_decoder_step(byref(self._decoder), byref(step), threads):
+        if native.call("decoder_step", self._decoder, step):
             raise MemoryError("no memory for the partial sums of attention")
         native.report(problem)
         return logits

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from kernels.cpu import native
@@ -63,17 +62,8 @@ class LoraTable:
 
     def add(self, x: Tensor, y: Tensor, slots: Tensor, linear: int) -> None:
         """`kernels.ops.add_lora`, by the compiled kernels: x fp32 [T, K], y fp32 [T, N]."""
-        native.loaded().ptq_lora(
-            self.address + linear * ctypes.sizeof(Lora),
-            self._linears,
-            slots.data_ptr(),
-            x.data_ptr(),
-            y.data_ptr(),
-            len(x),
-            x.shape[1],
-            y.shape[1],
-            torch.get_num_threads(),
-        )
+        own = self.address + linear * ctypes.sizeof(Lora)
+        native.call("lora", own, self._linears, slots, x, y, *x.shape, y.shape[1])
 
 
 def _part(own: LowRank) -> LoraPart:

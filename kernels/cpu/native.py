@@ -14,9 +14,10 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from ctypes import POINTER, byref, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,6 +147,18 @@ def loaded() -> ctypes.CDLL:
     return found
 
 
+def call(name: str, *arguments: Any) -> Any:
+    """Call one of the compiled kernels on torch's threads, whose number comes last.
+
+    Args:
+        name: Without its prefix, such as `rope`.
+        arguments: Tensors go by the address of their data, structures by their own.
+    """
+    given = (pointer(own) if isinstance(own, Tensor) else own for own in arguments)
+    given = (byref(own) if isinstance(own, Structure) else own for own in given)
+    return getattr(loaded(), f"ptq_{name}")(*given, torch.get_num_threads())
+
+
 def pack(
     q: Tensor,
     fmt: str,
@@ -184,7 +197,7 @@ def pack(
         *map(pointer, (q, scale, zero, bias)), FORMATS[fmt], kind, zeros, outputs, inputs, group
     )
     out = aligned(loaded().ptq_pack_bytes(byref(source)))
-    loaded().ptq_pack(byref(source), out.data_ptr(), torch.get_num_threads())
+    call("pack", source, out)
     return out
 
 
@@ -252,7 +265,7 @@ def linear(x: Tensor, packed: Tensor, x_scale: Tensor | None = None) -> Tensor:
         y.shape[1],
         y.data_ptr(),
     )
-    if loaded().ptq_linear(byref(args), torch.get_num_threads()):
+    if call("linear", args):
         raise ValueError(f"the weight was packed for another instruction set than {isa()}")
     return y
 
@@ -260,8 +273,7 @@ def linear(x: Tensor, packed: Tensor, x_scale: Tensor | None = None) -> Tensor:
 def rows(packed: Tensor, ids: Tensor) -> Tensor:
     """Rows of a packed weight as floats: fp32 [R, K] of ids int64 [R]."""
     ids, out = ids.contiguous(), torch.empty(len(ids), header(packed).inputs)
-    threads = torch.get_num_threads()
-    loaded().ptq_rows(packed.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), threads)
+    call("rows", packed, ids, out, len(ids))
     return out
 
 

@@ -6,7 +6,7 @@ than fp32, bf16, int8, e4m3 and int4 are left to plain torch.
 
 from __future__ import annotations
 
-from ctypes import addressof, byref, c_int32
+from ctypes import addressof, c_int32
 from itertools import pairwise
 
 import torch
@@ -88,7 +88,7 @@ def write_kv(
         pool.sink_tokens,
         addressof(problem),
     )
-    native.loaded().ptq_write_kv(byref(args), torch.get_num_threads())
+    native.call("write_kv", args)
     native.report(problem)
 
 
@@ -134,7 +134,7 @@ def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
         addressof(problem),
         None,
     )
-    if native.loaded().ptq_attention(byref(args), torch.get_num_threads()):
+    if native.call("attention", args):
         raise MemoryError(f"no memory for the partial sums of {max(contexts.tolist())} positions")
     native.report(problem)
     return out.to(q.dtype)

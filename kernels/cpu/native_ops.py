@@ -6,7 +6,7 @@ activations of other types are widened on the way in and rounded on the way out.
 
 from __future__ import annotations
 
-from ctypes import addressof, byref, c_int32
+from ctypes import addressof, c_int32
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def _quantize(
         *map(pointer, (q, values, scales)),
         addressof(problem),
     )
-    native.loaded().ptq_quantize(byref(args), torch.get_num_threads())
+    native.call("quantize", args)
     native.report(problem)
 
 
@@ -97,15 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise ValueError(f"weight is {tuple(weight.shape)}; needed is [{x.shape[-1]}], as x has")
     rows, wide = _matrix(x), weight.float().contiguous()
     y = torch.empty(x.shape)
-    native.loaded().ptq_rms_norm(
-        rows.data_ptr(),
-        wide.data_ptr(),
-        eps,
-        y.data_ptr(),
-        *rows.shape,
-        rows.stride(0),
-        torch.get_num_threads(),
-    )
+    native.call("rms_norm", rows, wide, eps, y, *rows.shape, rows.stride(0))
     return y.to(x.dtype)
 
 
@@ -116,24 +108,15 @@ def gated_product(gate: Tensor, up: Tensor, activation: Named = "silu") -> Tenso
     wide, other = _matrix(gate), _matrix(up)
     if wide.stride(0) != other.stride(0):
         wide, other = wide.contiguous(), other.contiguous()
-    y = torch.empty(gate.shape)
-    native.loaded().ptq_gated_product(
-        wide.data_ptr(),
-        other.data_ptr(),
-        y.data_ptr(),
-        *wide.shape,
-        wide.stride(0),
-        ACTIVATIONS[activation],
-        torch.get_num_threads(),
-    )
+    y, kind = torch.empty(gate.shape), ACTIVATIONS[activation]
+    native.call("gated_product", wide, other, y, *wide.shape, wide.stride(0), kind)
     return y.to(gate.dtype)
 
 
 def softcapped(x: Tensor, bound: float) -> Tensor:
     """See `kernels.ops.softcapped`."""
     wide, y = x.float().contiguous(), torch.empty(x.shape)
-    threads = torch.get_num_threads()
-    native.loaded().ptq_softcap(wide.data_ptr(), bound, y.data_ptr(), wide.numel(), threads)
+    native.call("softcap", wide, bound, y, wide.numel())
     return y.to(x.dtype)
 
 
@@ -153,12 +136,7 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     tokens, y = native.tokens(x), torch.empty(x.shape)
-    native.loaded().ptq_rope(
-        *map(pointer, (tokens, cos, sin, y)),
-        *x.shape,
-        tokens.stride(0),
-        torch.get_num_threads(),
-    )
+    native.call("rope", tokens, cos, sin, y, *x.shape, tokens.stride(0))
     return y.to(x.dtype)
 
 
@@ -167,8 +145,7 @@ def turn_heads(x: Tensor, size: int) -> Tensor:
     if size < 1 or size & (size - 1) or x.shape[2] % size:
         raise ValueError(f"size is {size}; needed is a power of two that divides {x.shape[2]}")
     heads, y = native.tokens(x), torch.empty(x.shape)
-    shape = (*x.shape, heads.stride(0), size)
-    native.loaded().ptq_turn(*map(pointer, (heads, y)), *shape, torch.get_num_threads())
+    native.call("turn", heads, y, *x.shape, heads.stride(0), size)
     return y.to(x.dtype)
 
 

@@ -24,18 +24,20 @@ STORAGE_NAMES = {
 }
 
 
+def fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Fields of a structure that are of one type, by their names."""
+    return [(name, kind) for name in names.split()]
+
+
 class Packed(Structure):
     """Header of a packed weight; see `csrc/api.h`."""
 
     _fields_ = [
         ("magic", c_uint64),
-        *[(name, c_int32) for name in ("isa", "format")],
-        *[(name, c_int64) for name in ("outputs", "inputs", "group")],
-        *[(name, c_int32) for name in ("scale_type", "zero_type", "has_bias", "panel")],
-        *[
-            (name, c_int64)
-            for name in ("panel_bytes", "group_bytes", "data_offset", "bias_offset", "bytes")
-        ],
+        *fields(c_int32, "isa format"),
+        *fields(c_int64, "outputs inputs group"),
+        *fields(c_int32, "scale_type zero_type has_bias panel"),
+        *fields(c_int64, "panel_bytes group_bytes data_offset bias_offset bytes"),
     ]
 
 
@@ -43,9 +45,9 @@ class PackSource(Structure):
     """A weight to be packed; see `csrc/api.h`."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("q", "scale", "zero", "bias")],
-        *[(name, c_int32) for name in ("format", "scale_type", "zero_type")],
-        *[(name, c_int64) for name in ("outputs", "inputs", "group")],
+        *fields(c_void_p, "q scale zero bias"),
+        *fields(c_int32, "format scale_type zero_type"),
+        *fields(c_int64, "outputs inputs group"),
     ]
 
 
@@ -53,9 +55,9 @@ class LinearArgs(Structure):
     """Arguments of a linear layer."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("weight", "x", "x_scale")],
-        *[(name, c_int32) for name in ("x_is_int8", "x_scale_per_row", "accumulate")],
-        *[(name, c_int64) for name in ("rows", "x_stride", "y_stride")],
+        *fields(c_void_p, "weight x x_scale"),
+        *fields(c_int32, "x_is_int8 x_scale_per_row accumulate"),
+        *fields(c_int64, "rows x_stride y_stride"),
         ("y", c_void_p),
     ]
 
@@ -64,16 +66,15 @@ class AttentionArgs(Structure):
     """Arguments of attention over the paged cache."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("q", "out", "k_pool", "v_pool", "k_scale", "v_scale")],
-        *[(name, c_void_p) for name in ("sink_k", "sink_v")],
-        *[(name, c_void_p) for name in ("block_tables", "query_start", "context_len")],
-        *[(name, c_int64) for name in ("sequences", "table_stride", "q_stride", "out_stride")],
-        *[(name, c_void_p) for name in ("sinks", "alibi")],
-        *[(name, c_int64) for name in ("heads", "kv_heads", "dim", "v_dim", "window")],
-        *[(name, c_int32) for name in ("k_format", "v_format", "k_scale_kind", "v_scale_kind")],
-        *[(name, c_float) for name in ("softmax_scale", "softcap")],
-        *[(name, c_int64) for name in ("blocks", "sink_tokens")],
-        *[(name, c_void_p) for name in ("problem", "partials")],
+        *fields(c_void_p, "q out k_pool v_pool k_scale v_scale sink_k sink_v block_tables"),
+        *fields(c_void_p, "query_start context_len"),
+        *fields(c_int64, "sequences table_stride q_stride out_stride"),
+        *fields(c_void_p, "sinks alibi"),
+        *fields(c_int64, "heads kv_heads dim v_dim window"),
+        *fields(c_int32, "k_format v_format k_scale_kind v_scale_kind"),
+        *fields(c_float, "softmax_scale softcap"),
+        *fields(c_int64, "blocks sink_tokens"),
+        *fields(c_void_p, "problem partials"),
     ]
 
 
@@ -81,13 +82,11 @@ class WriteKvArgs(Structure):
     """Arguments of writing to the paged cache."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("k", "v", "k_pool", "v_pool", "k_scale", "v_scale")],
-        *[(name, c_void_p) for name in ("k_offset", "k_feedback", "sink_k", "sink_v")],
-        *[(name, c_void_p) for name in ("slots", "positions")],
-        *[(name, c_int64) for name in ("tokens", "stride", "v_stride")],
-        *[(name, c_int64) for name in ("kv_heads", "dim", "v_dim")],
-        *[(name, c_int32) for name in ("k_format", "v_format", "k_scale_kind", "v_scale_kind")],
-        *[(name, c_int64) for name in ("blocks", "sink_tokens")],
+        *fields(c_void_p, "k v k_pool v_pool k_scale v_scale k_offset k_feedback sink_k sink_v"),
+        *fields(c_void_p, "slots positions"),
+        *fields(c_int64, "tokens stride v_stride kv_heads dim v_dim"),
+        *fields(c_int32, "k_format v_format k_scale_kind v_scale_kind"),
+        *fields(c_int64, "blocks sink_tokens"),
         ("problem", c_void_p),
     ]
 
@@ -97,10 +96,10 @@ class QuantizeArgs(Structure):
 
     _fields_ = [
         ("x", c_void_p),
-        *[(name, c_int64) for name in ("rows", "columns", "x_stride", "group")],
+        *fields(c_int64, "rows columns x_stride group"),
         ("scale", c_void_p),
         ("format", c_int32),
-        *[(name, c_void_p) for name in ("q", "values", "scales", "problem")],
+        *fields(c_void_p, "q values scales problem"),
     ]
 
 
@@ -108,8 +107,8 @@ class LoraPart(Structure):
     """An adapter of a linear layer, or of one of those that were merged."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("a", "b")],
-        *[(name, c_int64) for name in ("rank", "first", "outputs", "format")],
+        *fields(c_void_p, "a b"),
+        *fields(c_int64, "rank first outputs format"),
     ]
 
 
@@ -123,12 +122,10 @@ class FeedbackTile(Structure):
     """A tile of a weight that is rounded with feedback."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("x", "values", "scale", "zero")],
-        *[(name, c_void_p) for name in ("row_factor", "column_factor", "q", "errors")],
-        *[(name, c_int64) for name in ("rows", "columns", "stride")],
-        *[(name, c_int64) for name in ("row_stride", "column_stride")],
-        *[(name, c_float) for name in ("low", "high")],
-        *[(name, c_int32) for name in ("mantissa", "exponent")],
+        *fields(c_void_p, "x values scale zero row_factor column_factor q errors"),
+        *fields(c_int64, "rows columns stride row_stride column_stride"),
+        *fields(c_float, "low high"),
+        *fields(c_int32, "mantissa exponent"),
     ]
 
 

@@ -16,8 +16,17 @@ from kernels.cpu.structures import FLOATS
 from kernels.numerics import TYPES, dequantize
 
 
+class _Held:
+    """What is made of tensors."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
+
+
 @dataclass(frozen=True)
-class NativeWeight:
+class NativeWeight(_Held):
     """A weight of any format in the layout of the compiled kernels.
 
     Attributes:
@@ -29,14 +38,9 @@ class NativeWeight:
     packed: Tensor
     outputs: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return self.packed.nbytes
-
 
 @dataclass(frozen=True)
-class Int8Weight:
+class Int8Weight(_Held):
     """An int8 weight with one scale an output channel, as torch's own products want it.
 
     Attributes:
@@ -49,24 +53,13 @@ class Int8Weight:
     scale: Tensor
     bias: Tensor | None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        parts = (self.packed, self.scale, self.bias)
-        return sum(part.nbytes for part in parts if part is not None)
-
 
 @dataclass(frozen=True)
-class FloatWeight:
+class FloatWeight(_Held):
     """A weight [N, K] with its bias [N] or None, in the floating-point type to compute in."""
 
     packed: Tensor
     bias: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 Weight = NativeWeight | Int8Weight | FloatWeight

@@ -11,19 +11,25 @@ divided by sqrt(max s min s), for every group of `ptq.methods.common.migration`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
+from formats.families.groups import SMOOTHING_KINDS, SmoothingKind
 from formats.namespace import later
-from formats.scheme import LayerScheme
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.folding import SmoothedGroup
 from ptq.methods.common.migration import Migration
-from ptq.methods.common.spec import BlockSizes, MethodSpec, Stage, smoothing_lines, smoothing_memory
+from ptq.methods.common.spec import (
+    BlockSizes,
+    MethodSpec,
+    PlannedLayer,
+    Stage,
+    smoothing_lines,
+    smoothing_memory,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,11 +71,9 @@ class AWQSpec(MethodSpec):
         """Scales the groups of a block."""
         return AWQ(self)
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """Which factors the layer takes or gives."""
-        return smoothing_lines(self.name, layer, self.targets, groups)
+        return smoothing_lines(self.name, layer, self.targets)
 
     def memory(self, block: BlockSizes) -> int:
         """Outputs of the searched samples, and one group's weights once more."""
@@ -89,29 +93,25 @@ class AWQ(Migration):
         super().__init__()
         self.spec, self.name = spec, spec.name
         self.targets, self.search_samples = spec.targets, spec.search_samples
-        self._sums: dict[str, dict[int, Tensor]] = {}  # by layer and sample
-        self._tokens: dict[str, dict[int, int]] = {}
-        self._consumers: set[str] = set()
+        self._seen: dict[str, dict[int, tuple[Tensor, int]]] = {}  # sum, tokens: by layer, sample
 
     def prepare(self, work: BlockWork) -> None:
         """Keep the groups that can be folded; nothing is seen of their inputs yet."""
         super().prepare(work)
-        self._consumers = {group.consumers[0] for group in self.groups}
-        self._sums = {name: {} for name in self._consumers}
-        self._tokens = {name: {} for name in self._consumers}
+        self._seen = {group.consumers[0]: {} for group in self.groups}
 
     def observe(self, name: str, x: Tensor, sample: int) -> None:
         """Sum the magnitudes of a sample's channels."""
-        if name in self._consumers:
-            self._sums[name][sample] = x.double().abs().sum(dim=0).cpu()
-            self._tokens[name][sample] = len(x)
+        if name in self._seen:
+            self._seen[name][sample] = x.double().abs().sum(dim=0).cpu(), len(x)
 
     def candidates(self, group: SmoothedGroup) -> Mapping[float, Tensor]:
         """Equation 4 for each exponent but 0, which changes nothing."""
         name = group.group.consumers[0]
-        sums = (total for _, total in sorted(self._sums[name].items()))  # in one order
-        seen = reduce(torch.add, sums) / sum(self._tokens[name].values())
-        mean = group.mean_by_channel(seen / group.work.divisors.get((name, "input"), 1.0))
+        own = self._seen[name]
+        sums, tokens = zip(*(own[sample] for sample in sorted(own)), strict=True)  # in one order
+        mean = reduce(torch.add, sums) / sum(tokens)
+        mean = group.mean_by_channel(mean / group.work.divisors.get((name, "input"), 1.0))
         mean = torch.where(mean > 0, mean, mean.max())  # a dead channel needs no help
         steps = self.spec.steps
         return {i / steps: activation_scale(mean, i / steps) for i in range(1, steps + 1)}

@@ -25,8 +25,6 @@ from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from calibrate.block import DecoderBlock
 with later():
     import torch
 
@@ -90,11 +88,14 @@ class Clip(Method):
                 continue  # an input that is scaled when it arrives has no range to choose
             together.setdefault(work.observed_for[name], []).append(name)
         self.solved = {}
+
+        def error(names: Sequence[str], factor: float) -> float:
+            """Squared error of the block's outputs, summed exactly over its inputs."""
+            with _clipped(work, names, rounded, factor):
+                return math.fsum(work.loss(block.run(i), y) for i, y in enumerate(reference))
+
         for names in together.values():
-            errors = {
-                factor: self._error(work, names, rounded, factor, block, reference)
-                for factor in (1.0, *self.spec.factors)
-            }
+            errors = {factor: error(names, factor) for factor in (1.0, *self.spec.factors)}
             best = min(errors, key=lambda factor: errors[factor])
             self.solved |= dict.fromkeys(names, best)
 
@@ -119,19 +120,6 @@ class Clip(Method):
     def commit(self, work: BlockWork) -> None:
         """Set the ranges."""
         work.clips.update(self.solved)
-
-    def _error(
-        self,
-        work: BlockWork,
-        names: Sequence[str],
-        rounded: dict[str, Tensor],
-        factor: float,
-        block: DecoderBlock,
-        reference: Sequence[Tensor],
-    ) -> float:
-        """Squared error of the block's outputs, summed exactly over its inputs."""
-        with _clipped(work, names, rounded, factor):
-            return math.fsum(work.loss(block.run(i), y) for i, y in enumerate(reference))
 
 
 @contextmanager

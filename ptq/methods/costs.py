@@ -17,19 +17,18 @@ Nothing is changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from formats.cache_scheme import CacheRole, KVCacheSpec
-from formats.families.groups import SmoothingGroup
 from formats.namespace import later
 from formats.scheme import LayerScheme, WeightSpec
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.method import Method
-from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, Stage
+from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, PlannedLayer, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,9 +75,7 @@ class CostsSpec(MethodSpec):
         given = {"name": self.rounding, **self.options}
         return registry.METHODS[self.rounding].model_validate(given, strict=False)
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """In how many schemes."""
         yield f"costs: counted in {len(self.schemes)} schemes, rounded by {self.rounding}"
 
@@ -139,8 +136,6 @@ def rounding_costs(
     """Nats that each target's weight costs once it is rounded; only of those that a scheme fits.
 
     Args:
-        scheme: Of its targets.
-        method: That rounds them.
         feedback: Of the targets that need not be solved.
     """
     alone = scheme.weights_alone if scheme.activations is None else scheme

@@ -20,18 +20,23 @@ rounding with the same scales, the layer is rounded. Each of these is a reported
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from formats.families.groups import SmoothingGroup
 from formats.namespace import later
-from formats.scheme import LayerScheme, WeightSpec
+from formats.scheme import WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
-from ptq.methods.common.events import Event
 from ptq.methods.common.method import LayerMethod, layers_by_input
-from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, ScaleSearch, Stage
+from ptq.methods.common.spec import (
+    FLOAT,
+    BlockSizes,
+    MethodSpec,
+    PlannedLayer,
+    ScaleSearch,
+    Stage,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,9 +87,7 @@ class GPTQSpec(MethodSpec):
         """Solves the layers of a block."""
         return GPTQ(self)
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """In which order the layer is solved."""
         order = "important columns first" if self.act_order else "columns in order"
         sweeps = f", {self.sweeps} sweeps of descent after it" if self.sweeps else ""
@@ -169,7 +172,6 @@ def gptq(
         weight: [N, K] float.
         scale: Of the spec's blocks.
         zero_point: Of the spec's blocks; None where the type is symmetric.
-        spec: How it is stored.
         factor: U of the Hessian with its rows and columns in `order` [K, K].
         order: int64 [K], columns in the order in which they are solved.
         block_size: Columns between two updates of the rest.
@@ -210,7 +212,6 @@ def gptq_columns(
         scales: fp32 [B, N].
         zeros: fp32 [B, N], or None.
         factor: fp32 [B, B], the block of U.
-        kind: The type.
 
     Returns:
         (w - q) / U_jj of each column, fp32 [B, N].
@@ -218,7 +219,7 @@ def gptq_columns(
     errors, pivots = torch.empty_like(columns), factor.diagonal().tolist()
     for j, (column, scale) in enumerate(zip(columns, scales, strict=True)):
         offset = None if zeros is None else zeros[j]
-        rounded = rounding.round_column(column, scale, kind, offset)
+        rounded = numerics.round_to(column / scale, kind, offset)
         known = rounded if offset is None else rounded - offset
         error = torch.addcmul(column, known, scale, value=-1.0, out=errors[j])
         error.div_(pivots[j])
@@ -230,19 +231,15 @@ def gptq_columns(
 class GPTQ(LayerMethod):
     """Solves every target layer of a block; see the module's docstring."""
 
+    spec: GPTQSpec
     needs = "statistics"
     moments = "full"
-
-    def __init__(self, spec: GPTQSpec) -> None:
-        super().__init__()
-        self.spec = spec
 
     def solve(self, work: BlockWork) -> None:
         """Solve the layers, those of one input together."""
         self.solved = {}
-        for modules in layers_by_input(
-            work
-        ).values():  # experts share one input; their factor is found once
+        for modules in layers_by_input(work).values():
+            # experts share one input; their factor is found once
             factor = self._factor(work, next(iter(modules.values()))[0])
             for names in modules.values():
                 self.solved |= dict(self._solve(work, names, factor))
@@ -279,18 +276,13 @@ class GPTQ(LayerMethod):
             for w, (scale, zeros) in zip(weights, params, strict=True)
         ]
         solved = rounded if factor is None else self._gptq(spec, weights, params, hessian, *factor)
-        for name, w, (scale, zeros), q, plain in zip(
-            names, weights, params, solved, rounded, strict=True
-        ):
-            ours, theirs = (
-                moments.output_errors(w - numerics.dequantize(x, scale, zeros, spec.block), hessian)
-                .sum()
-                .item()
-                for x in (q, plain)
-            )
+        each = zip(names, weights, params, solved, rounded, strict=True)
+        for name, w, (scale, zeros), q, plain in each:
+            values = (numerics.dequantize(x, scale, zeros, spec.block) for x in (q, plain))
+            ours, theirs = (moments.output_errors(w - v, hessian).sum().item() for v in values)
             if ours > theirs:
                 message = f"GPTQ's error {ours:.3g} exceeds {theirs:.3g} of rounding; it is rounded"
-                work.events.append(Event(module=name, kind="fallback", message=message))
+                work.report(name, "fallback", message)
                 q = plain
             stored = storage.StoredWeight(q, scale, zeros)
             yield name, QuantizedLinear(stored, spec, work.input_scale(name), self.spec.scale)
@@ -310,12 +302,12 @@ class GPTQ(LayerMethod):
         found = inverse_factor(hessian[order][:, order], self.spec.damp)
         if found is None:
             message = f"its Hessian cannot be factored with damping up to {MOST_DAMP}; rounded"
-            work.events.append(Event(module=stand_in, kind="fallback", message=message))
+            work.report(stand_in, "fallback", message)
             return None
         factor, damp = found
         if damp != self.spec.damp:
             message = f"damping raised from {self.spec.damp:g} to {damp:g} to factor the Hessian"
-            work.events.append(Event(module=stand_in, kind="damping_raised", message=message))
+            work.report(stand_in, "damping_raised", message)
         return factor, order
 
     def _gptq(
@@ -337,8 +329,7 @@ class GPTQ(LayerMethod):
                 q = fitting.descend(q, weight, scale, zeros, spec, smooth, order, size)
             return q
 
-        joined = spec.granularity in ("per_channel", "group")  # scales are stacked by row
-        if not joined:
+        if spec.granularity not in ("per_channel", "group"):  # whose scales are stacked by row
             return [one(w, s, z) for w, (s, z) in zip(weights, params, strict=True)]
         scale = torch.cat([s for s, _ in params])
         zeros = [z for _, z in params if z is not None]

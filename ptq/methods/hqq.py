@@ -29,12 +29,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from formats.families.groups import SmoothingGroup
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.method import LayerMethod
-from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, Stage
+from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, PlannedLayer, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,11 +79,9 @@ class HQQSpec(MethodSpec):
         """Solves the layers of a block."""
         return HQQ(self)
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """What of the layer's rounding is moved."""
-        symmetric = scheme.weights is not None and scheme.weights.symmetric
+        symmetric = layer.scheme.weights is not None and layer.scheme.weights.symmetric
         moved = "scales" if symmetric else "zero points and scales"
         yield f"hqq: rounded, {moved} by {self.iterations} half-quadratic steps"
 
@@ -155,11 +152,8 @@ def half_quadratic(
 class HQQ(LayerMethod):
     """Hands over every target layer of a block, rounded; see the module's docstring."""
 
+    spec: HQQSpec
     needs = "weights"
-
-    def __init__(self, spec: HQQSpec) -> None:
-        super().__init__()
-        self.spec = spec
 
     def solve(self, work: BlockWork) -> None:
         """Solve the layers one by one."""

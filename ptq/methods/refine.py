@@ -24,19 +24,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from formats.families.groups import SmoothingGroup
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
-from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced
-from ptq.methods.common.events import Event
+from ptq.methods.common.block import BlockWork, QuantizedLinear, quantized_block
 from ptq.methods.common.method import Method
-from ptq.methods.common.spec import BlockSizes, MethodSpec, Stage
+from ptq.methods.common.spec import BlockSizes, MethodSpec, PlannedLayer, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,11 +89,9 @@ class RefineSpec(MethodSpec):
         """Refines the layers of a block."""
         return Refine(self)
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """How long a layer's integers are moved."""
-        if scheme.weights is not None and scheme.weights.dtype != "fp8_e4m3":
+        if layer.scheme.weights is not None and layer.scheme.weights.dtype != "fp8_e4m3":
             yield f"refine: roundings and scales moved by {self.iterations} steps of its block"
 
     def memory(self, block: BlockSizes) -> int:
@@ -202,9 +197,9 @@ class Cost:
         weighted = tuple(w.sqrt()[:, None].to(g.device) for w in roots)
         return cls(factor, weighted, work.block.sinks)
 
-    def __call__(self, error: Tensor, sample: int) -> Tensor:
-        """The error [tokens, hidden] of a sample as its square counts."""
-        error = error[self.sinks :]
+    def __call__(self, found: Tensor, wanted: Tensor, sample: int) -> Tensor:
+        """The error of a sample's outputs [tokens, hidden] as its square counts."""
+        error = (found - wanted.to(found.device))[self.sinks :]
         if self.factor is None:
             return error
         parts = gradients.in_blocks(error.reshape(-1, error.shape[-1]), self.factor.shape[1])
@@ -231,14 +226,15 @@ class Refine(Method):
         layers = {
             name: Adjustable.of(layer, work.block.linears[name].weight, dtype)
             for name, layer in work.quantized.items()
-            if _has_integers(layer) and isinstance(dtype := work.scale_dtype(name), torch.dtype)
+            if layer.spec.dtype != "fp8_e4m3"
+            and isinstance(dtype := work.scale_dtype(name), torch.dtype)
         }
         if not layers:
             return
         with torch.no_grad():
             targets = [work.block.run(sample).cpu() for sample in range(len(inputs))]
         cost = Cost.of(work) if self.spec.metric == "kl" else Cost(sinks=work.block.sinks)
-        with _rounded_inputs(work):
+        with quantized_block(work, refined=True):
             before = _error(work, inputs, targets, _weights(layers), cost)
             self._descend(work, layers, inputs, targets, cost)
             after = _error(work, inputs, targets, _weights(layers), cost)
@@ -246,7 +242,7 @@ class Refine(Method):
             self.solved = {name: layer.solved() for name, layer in layers.items()}
         else:
             message = f"not refined: the block's error {before:.3g} would become {after:.3g}"
-            work.events.append(Event(module=work.block.name, kind="fallback", message=message))
+            work.report(work.block.name, "fallback", message)
 
     def commit(self, work: BlockWork) -> None:
         """Hand the refined layers over."""
@@ -274,11 +270,7 @@ class Refine(Method):
         for batch in _batches(len(inputs), spec):
             weights = {name: layer.weight() for name, layer in layers.items()}
             losses = [
-                cost(
-                    work.block.forward(inputs[i], i, weights) - targets[i].to(work.block.device), i
-                )
-                .square()
-                .mean()
+                cost(work.block.forward(inputs[i], i, weights), targets[i], i).square().mean()
                 for i in batch
             ]
             optimizer.zero_grad()
@@ -313,36 +305,8 @@ def _error(
 ) -> float:
     """Squared error of the block's outputs, as it counts, summed exactly over all samples."""
     with torch.no_grad():
-        return math.fsum(
-            cost(work.block.forward(x, i, weights) - y.to(work.block.device), i)
-            .double()
-            .square()
-            .sum()
-            .item()
+        lost = (
+            cost(work.block.forward(x, i, weights), y, i).double()
             for i, (x, y) in enumerate(zip(inputs, targets, strict=True))
         )
-
-
-def _has_integers(layer: QuantizedLinear) -> bool:
-    return layer.spec.dtype != "fp8_e4m3"
-
-
-@contextmanager
-def _rounded_inputs(work: BlockWork) -> Iterator[None]:
-    """Let the solved layers see quantized inputs, through which gradients pass.
-
-    Those without integers compute with their quantized weights.
-    """
-    with ExitStack() as stack:
-        for name, layer in work.quantized.items():
-            scales = (layer.input_scale, work.sink_scale(name))
-
-            def seen(
-                x: Tensor, name: str = name, scales: tuple[Tensor | None, Tensor | None] = scales
-            ) -> Tensor:
-                return x + (work.seen_row_by_row(name, x.detach(), *scales) - x.detach())
-
-            linear = work.block.linears[name]
-            weight = linear.weight if _has_integers(layer) else layer.dequantized()
-            stack.enter_context(replaced(linear, weight, seen))
-        yield
+        return math.fsum(each.square().sum().item() for each in lost)

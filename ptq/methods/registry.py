@@ -63,7 +63,6 @@ def method_fault(
     """What is wrong with a recipe's list of methods, with the way out; None where it is right.
 
     Args:
-        methods: In the order given.
         layers: Of linear layers that have a scheme of their own.
     """
     names = ", ".join(method.name for method in methods) or "none"

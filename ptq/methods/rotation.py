@@ -33,14 +33,13 @@ from pydantic import Field, model_validator
 from formats.errors import RecipeError
 from formats.families import names
 from formats.families.family import LatentAttention
-from formats.families.groups import SmoothingGroup
 from formats.families.registry import family_of, predicting_layer
 from formats.families.sizes import heads_of
 from formats.namespace import later
 from formats.residual_rotation import hadamard_matrix, random_rotation, with_rotation
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.float_model import LEFT_OUT, FloatModel, FloatModelView, kept_layers
-from ptq.methods.common.spec import MethodSpec, Stage
+from ptq.methods.common.spec import MethodSpec, PlannedLayer, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,11 +119,9 @@ class RotationSpec(MethodSpec):
             )
         return RotatedCheckpoint(model, self)
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """What of the layer turns."""
-        role = names.role_of(layer)
+        role = names.role_of(layer.name)
         if self.residual:
             turned = "rows" if role in ("o", "down") else "columns"
             yield f"rotation: its {turned} turn with the residual stream"
@@ -135,9 +132,6 @@ class RotationSpec(MethodSpec):
 
 class RotatedCheckpoint(FloatModelView):
     """A float model whose residual stream and values are rotated; see the module's docstring.
-
-    Args:
-        spec: What is rotated, and the seed of the rotations.
 
     Raises:
         RecipeError: the model has tensors whose place in it is not known here.
@@ -194,17 +188,9 @@ class RotatedCheckpoint(FloatModelView):
         names = {*self.source.names()} - self._unturned
         return tuple(sorted({*names, HEAD} if self.unties else names))
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor: none changes."""
-        return self.source.shape(self._origin(name))
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Element type of a tensor: none changes."""
-        return self.source.dtype(self._origin(name))
-
     def tensor(self, name: str) -> Tensor:
         """Read one tensor and rotate it, in fp64; rounded once to its type."""
-        stored = load.check_finite(name, self.source.tensor(self._origin(name)))
+        stored = load.check_finite(name, self.source.tensor(self.origin(name)))
         if self._further(name) is not None:
             return stored
         module, leaf = _parts(name)
@@ -241,8 +227,8 @@ class RotatedCheckpoint(FloatModelView):
         factors = load.check_finite(f"{full}.weight", self.source.tensor(f"{full}.weight"))
         return factors.double() + self.family.norms.offset
 
-    def _origin(self, name: str) -> str:
-        """Name of the tensor in the source: a tied head is the embedding."""
+    def origin(self, name: str) -> str:
+        """Name in the source: a tied head is the embedding."""
         return EMBEDDING if self.unties and name == HEAD else name
 
     def _further(self, name: str) -> str | None:

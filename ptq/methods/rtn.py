@@ -8,14 +8,12 @@ statistics. With absmax scales it is the baseline that other methods are measure
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from formats.families.groups import SmoothingGroup
 from formats.namespace import later
-from formats.scheme import LayerScheme
 from ptq.methods.common.method import LayerMethod
-from ptq.methods.common.spec import MOMENTS, MethodSpec, ScaleSearch, Stage
+from ptq.methods.common.spec import MOMENTS, MethodSpec, PlannedLayer, ScaleSearch, Stage
 
 if TYPE_CHECKING:
     from ptq.methods.common.block import BlockWork
@@ -42,9 +40,7 @@ class RTNSpec(MethodSpec):
         """Rounds the layers of a block."""
         return RoundToNearest(self)
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """How the layer is rounded."""
         yield f"rtn: rounded to the nearest, scales by {self.scale}"
 
@@ -52,9 +48,10 @@ class RTNSpec(MethodSpec):
 class RoundToNearest(LayerMethod):
     """Hands over every target layer of a block, rounded."""
 
+    spec: RTNSpec
+
     def __init__(self, spec: RTNSpec) -> None:
-        super().__init__()
-        self.spec = spec
+        super().__init__(spec)
         self.moments = MOMENTS[spec.scale]
         self.needs = "weights" if self.moments == "none" else "statistics"
 

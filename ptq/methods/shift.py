@@ -26,16 +26,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from formats.families.family import LatentAttention
-from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
-from ptq.methods.common.block import BlockWork, set_parameter
-from ptq.methods.common.events import Event
+from ptq.methods.common.block import BlockWork
 from ptq.methods.common.float_model import BiasedCheckpoint, FloatModel
 from ptq.methods.common.folding import source_channel
 from ptq.methods.common.method import Method
-from ptq.methods.common.spec import MethodSpec, Stage
+from ptq.methods.common.spec import MethodSpec, PlannedLayer, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,11 +72,9 @@ class ShiftSpec(MethodSpec):
         """Centres V of a block."""
         return Shift(self)
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """The projections whose biases take the shift."""
-        if role_of(layer) in ("v", "o"):
+        if role_of(layer.name) in ("v", "o"):
             yield "shift: its bias takes what centres V, where it has one"
 
 
@@ -98,28 +94,24 @@ class Shift(Method):
 
     def prepare(self, work: BlockWork) -> None:
         """Find the two layers; where one has no bias, say so."""
-        self._range = {}
+        self._range, self._weight, self._bias, self.z = {}, None, None, None
+        self.value = self.output = ""
         names = work.block.declared.attention
         if isinstance(names, LatentAttention):
             message = "not shifted: heads of latent attention share one latent in the place of V"
-            own = Event(module=work.block.attended, kind="smoothing_skipped", message=message)
-            work.events.append(own)
-            self.value = self.output = ""
-            self._weight = self._bias = self.z = None
+            work.report(work.block.attended, "smoothing_skipped", message)
             return
         self.value = f"{work.block.attention}.{names.v}"
         self.output = f"{work.block.attention}.{names.o}"
-        self._weight = self._bias = self.z = None
-        if work.block.declared.attention.sinks is not None:
+        if names.sinks is not None:
             message = "not shifted: attention's sinks take a part of its weights, which sum to less"
-            event = Event(module=self.value, kind="smoothing_skipped", message=f"{message} than 1")
-            work.events.append(event)
+            work.report(self.value, "smoothing_skipped", f"{message} than 1")
             return
         bare = [n for n in (self.value, self.output) if work.block.linears[n].bias is None]
         if bare:
             leaves = " and ".join(name.rpartition(".")[2] for name in bare)
             message = f"not shifted: {leaves} of this family cannot have a bias"
-            work.events.append(Event(module=self.value, kind="smoothing_skipped", message=message))
+            work.report(self.value, "smoothing_skipped", message)
             return
         self._weight = work.block.linears[self.value].weight
         self._bias = work.block.linears[self.value].bias
@@ -158,13 +150,6 @@ class Shift(Method):
         value, output = work.block.linears[self.value], work.block.linears[self.output]
         channel = source_channel(len(self.z), output.in_features, work.head_dim)
         moved = output.weight.double() @ self.z[channel.to(self.z.device)]  # [hidden]
-        _store(work, self.value, value.bias.double() - self.z)
-        _store(work, self.output, output.bias.double() + moved)
+        work.store(f"{self.value}.bias", value.bias.double() - self.z)
+        work.store(f"{self.output}.bias", output.bias.double() + moved)
         self.z = None
-
-
-def _store(work: BlockWork, name: str, bias: Tensor) -> None:
-    """Give a layer a new bias, rounded to the checkpoint's type."""
-    stored = bias.to(work.dtype_of(f"{name}.bias"))
-    set_parameter(work.block.linears[name], "bias", stored.float())
-    work.folded[f"{name}.bias"] = stored.cpu()

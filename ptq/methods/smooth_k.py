@@ -48,15 +48,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from formats.families.family import LatentAttention
-from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, set_parameter
-from ptq.methods.common.events import Event
 from ptq.methods.common.method import Method
 from ptq.methods.common.migration import Choice, best_of, smoothing_row
-from ptq.methods.common.spec import Alpha, MethodSpec, Stage, fixed_alpha
+from ptq.methods.common.spec import Alpha, MethodSpec, PlannedLayer, Stage, fixed_alpha
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,11 +113,9 @@ class SmoothKSpec(MethodSpec):
         """One alpha for all blocks: the middle of those that were found."""
         return fixed_alpha(strengths)
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """The projections that take its factors."""
-        if role_of(layer) in ("q", "k"):
+        if role_of(layer.name) in ("q", "k"):
             yield "smooth_k: its rows, or the norm after it, take factors that even out K"
 
 
@@ -170,8 +166,7 @@ class SmoothK(Method):
         message = "not smoothed: one layer makes the latent and the keys that are cached with it"
         if work.block.family is None:
             message = "not smoothed: no family declares what makes queries and keys"
-        own = Event(module=work.block.attended, kind="smoothing_skipped", message=message)
-        work.events.append(own)
+        work.report(work.block.attended, "smoothing_skipped", message)
 
     def solve(self, work: BlockWork) -> None:
         """Try no factors and every strength on the first samples; without any, take the one."""
@@ -252,11 +247,8 @@ class _Power:
         def add(_: nn.Module, __: tuple[Tensor, ...], out: Tensor) -> None:
             self.queries += out.reshape(-1, len(self.queries)).double().square().sum(dim=0).cpu()
 
-        handle = self.q.register_forward_hook(add)
-        try:
+        with self.q.register_forward_hook(add):
             yield
-        finally:
-            handle.remove()
 
     def observe(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add up keys [tokens, kv heads, D], those of sink tokens left out; a `Cache`."""
@@ -323,10 +315,9 @@ def _multiply(work: BlockWork, name: str, factors: Tensor) -> None:
         by_row = by_row.view(-1, *(1,) * (parameter.dim() - 1))
         moved = (parameter.double() + offset) * by_row - offset
         if leaf == "bias" or name not in work.targets:
-            full = f"{name}.{leaf}"
-            moved = moved.to(work.dtype_of(full))
-            work.folded[full] = moved.cpu()
-        set_parameter(module, leaf, moved.float())
+            work.store(f"{name}.{leaf}", moved)
+        else:
+            set_parameter(module, leaf, moved.float())
 
 
 def _error(

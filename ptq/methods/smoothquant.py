@@ -23,15 +23,16 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
+from formats.families.groups import SMOOTHING_KINDS, SmoothingKind
 from formats.namespace import later
-from formats.scheme import ActivationSpec, LayerScheme
+from formats.scheme import ActivationSpec
 from ptq.methods.common.folding import SmoothedGroup, Trials
 from ptq.methods.common.migration import Choice, Migration
 from ptq.methods.common.spec import (
     Alpha,
     BlockSizes,
     MethodSpec,
+    PlannedLayer,
     Stage,
     fixed_alpha,
     smoothing_lines,
@@ -111,13 +112,11 @@ class SmoothQuantSpec(MethodSpec):
             return None
         return f"inputs go by token where a static scale costs {self.by_token:g} times their error"
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """Which factors the layer takes or gives."""
-        yield from smoothing_lines(self.name, layer, self.targets, groups)
-        smoothed = any(layer in g.consumers and g.kind in self.targets for g in groups)
-        if smoothed and self.static_inputs_note and scheme.activations == ActivationSpec():
+        yield from smoothing_lines(self.name, layer, self.targets)
+        smoothed = any(layer.name in g.consumers and g.kind in self.targets for g in layer.groups)
+        if smoothed and self.static_inputs_note and layer.scheme.activations == ActivationSpec():
             yield f"{self.name}: {self.static_inputs_note}"
 
     def memory(self, block: BlockSizes) -> int:

@@ -41,13 +41,18 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from formats.families.groups import SmoothingGroup
 from formats.namespace import later
-from formats.scheme import LayerScheme, WeightSpec
+from formats.scheme import WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
-from ptq.methods.common.events import Event
 from ptq.methods.common.method import LayerMethod
-from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, ScaleSearch, Stage
+from ptq.methods.common.spec import (
+    FLOAT,
+    BlockSizes,
+    MethodSpec,
+    PlannedLayer,
+    ScaleSearch,
+    Stage,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,9 +114,7 @@ class TwoSidedSpec(MethodSpec):
         """Solves the layers of a block."""
         return TwoSided(self)
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """In which order the layer is solved."""
         order = "important columns and rows first" if self.act_order else "in order"
         sweeps = f", {self.sweeps} sweeps of descent after it" if self.sweeps else ""
@@ -329,12 +332,9 @@ class Taken:
 class TwoSided(LayerMethod):
     """Solves every target layer of a block; see the module's docstring."""
 
+    spec: TwoSidedSpec
     needs = "statistics"
     gradients = True
-
-    def __init__(self, spec: TwoSidedSpec) -> None:
-        super().__init__()
-        self.spec = spec
 
     def solve(self, work: BlockWork) -> None:
         """Solve the layers one by one: each has factors of its own."""
@@ -347,7 +347,7 @@ class TwoSided(LayerMethod):
         outputs = self._outputs(work, name, factors)
         if inputs is None or outputs is None:
             message = "the loss does not depend on it, or its factors do not invert; it is rounded"
-            work.events.append(Event(module=name, kind="fallback", message=message))
+            work.report(name, "fallback", message)
             stored = rounding.round_weight(weight, spec, work.scale_dtype(name))
             return QuantizedLinear(stored, spec, work.input_scale(name))
         dtype = work.scale_dtype(name)
@@ -357,7 +357,7 @@ class TwoSided(LayerMethod):
         ours, theirs = (factors.kl(weight - layer.dequantized(x)).item() for x in (stored, plain))
         if not ours < theirs:
             message = f"its KL {ours:.3g} is not below {theirs:.3g} of GPTQ, whose result it keeps"
-            work.events.append(Event(module=name, kind="fallback", message=message))
+            work.report(name, "fallback", message)
             stored = plain
         return QuantizedLinear(stored, spec, work.input_scale(name), statistic)
 
@@ -394,5 +394,5 @@ class TwoSided(LayerMethod):
         side = Side.of(matrix, damp, act_order=self.spec.act_order)
         if side is not None and side.damp != damp:
             message = f"damping raised from {damp:g} to {side.damp:g} to invert the factor of {of}"
-            work.events.append(Event(module=name, kind="damping_raised", message=message))
+            work.report(name, "damping_raised", message)
         return side

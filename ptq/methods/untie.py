@@ -8,19 +8,13 @@ the head's bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
-from formats.families.groups import SmoothingGroup
 from formats.families.names import split_name
 from formats.modeling.layers import embedding_name, head_name
-from formats.scheme import LayerScheme
 from ptq.methods.common.float_model import FloatModel, FloatModelView
-from ptq.methods.common.spec import MethodSpec, Stage
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from ptq.methods.common.spec import MethodSpec, PlannedLayer, Stage
 
 
 class UntieSpec(MethodSpec):
@@ -39,11 +33,9 @@ class UntieSpec(MethodSpec):
         """The untied model."""
         return UntiedCheckpoint(model)
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """What is said of the head."""
-        if split_name(layer) is None:
+        if split_name(layer.name) is None:
             yield "untie: a tensor of its own, beside an embedding that stays in float"
 
 
@@ -72,17 +64,6 @@ class UntiedCheckpoint(FloatModelView):
         """Names of all tensors, the head's among them."""
         return tuple(sorted({*self.source.names(), self._head}))
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        return self.source.shape(self._origin(name))
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Element type of a tensor."""
-        return self.source.dtype(self._origin(name))
-
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor; the head is the embedding."""
-        return self.source.tensor(self._origin(name))
-
-    def _origin(self, name: str) -> str:
+    def origin(self, name: str) -> str:
+        """Name in the source: the head is the embedding."""
         return self._embedding if self.unties and name == self._head else name

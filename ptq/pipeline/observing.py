@@ -162,7 +162,7 @@ class _Eye:
             squares = x.float().square().sum(dim=1)
             self.energy = torch.stack([own.mean() for _, own in self.each(squares)])
         if self.moments is not None:
-            self.moments.observe(name, x)
+            self.moments.add(name, x)
         for sample, own in self.each(x):
             if self.weighted is not None:
                 self.weighted.observe(name, own, sample)
@@ -188,7 +188,7 @@ class _Eye:
             energy = self.energy.repeat_interleave(len(x) // len(self.samples))[:, None]
             rows = x.float() * (SINK_TOKENS * energy / own).sqrt()
             if self.moments is not None:
-                self.moments.observe(name, rows, 0)
+                self.moments.add(name, rows, 0)
             if self.weighted is not None:
                 for sample, part in self.each(rows):
                     self.weighted.observe_sinks(name, part, sample)

@@ -15,6 +15,7 @@ from formats.errors import RequestError
 from formats.families.names import any_expert, expert_of, split_name
 from formats.memory import rss_bytes
 from formats.published.layouts import is_turned
+from ptq.methods.common.spec import PlannedLayer
 from ptq.output import is_taken
 from ptq.plan.modules import HEAD_STAGES, ModulePlan
 from ptq.plan.plan import Plan
@@ -224,7 +225,7 @@ def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
     for method in recipe.methods:
         if module.name == plan.head and method.stage not in HEAD_STAGES:
             continue
-        yield from method.explain(module.name, scheme, plan.smoothing)
+        yield from method.explain(PlannedLayer(module.name, scheme, plan.smoothing))
     if scheme.static_input:
         shared = f", shared by {module.fused_group}" if module.fused_group else ""
         yield f"input scale by {recipe.observers.input.method} of what it sees{shared}"

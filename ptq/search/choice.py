@@ -36,26 +36,19 @@ class Point:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A front after one more group: of each point, the point before and the group's option."""
-
-    before: NDArray[np.int64]
-    option: NDArray[np.int64]
-
-
-@dataclass(frozen=True)
 class Frontier:
     """Choices that no other one beats in both bytes and cost.
 
     Attributes:
         nbytes: Of each point, rising: int64 [points].
         kl: Of each point, falling: fp64 [points].
-        steps: How the points were found.
+        steps: For each group, of each point of the front with it: the point before, and the
+            group's option.
     """
 
     nbytes: NDArray[np.int64]
     kl: NDArray[np.float64]
-    steps: tuple[_Step, ...]
+    steps: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...]
 
     def __len__(self) -> int:
         """Number of points."""
@@ -65,9 +58,9 @@ class Frontier:
         """One of the points, with its choice."""
         choice, at = [], int(range(len(self))[index])
         nbytes, kl = int(self.nbytes[at]), float(self.kl[at])
-        for step in reversed(self.steps):
-            choice.append(int(step.option[at]))
-            at = int(step.before[at])
+        for before, option in reversed(self.steps):
+            choice.append(int(option[at]))
+            at = int(before[at])
         return Point(tuple(reversed(choice)), nbytes, kl)
 
     def smallest(self, kl: float) -> Point | None:
@@ -98,7 +91,7 @@ def frontier(groups: Sequence[Sequence[tuple[int, float]]], cells: int = CELLS) 
         all_kl = (kl[:, None] + own_kl).ravel()
         kept = _thinned(all_bytes, _unbeaten(all_bytes, all_kl), cells)
         nbytes, kl = all_bytes[kept], all_kl[kept]
-        steps.append(_Step(kept // len(options), kept % len(options)))
+        steps.append(divmod(kept, len(options)))
     return Frontier(nbytes, kl, tuple(steps))
 
 

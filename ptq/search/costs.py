@@ -171,11 +171,7 @@ def gather(
     key: str,
     head: GroupCosts | None = None,
 ) -> Costs:
-    """Costs by group of what a run has counted layer by layer.
-
-    Args:
-        spec: Of its method `costs`.
-    """
+    """Costs by group of what a run has counted layer by layer."""
     counted = {name.split("/", 2)[2]: tensor for name, tensor in found.tensors.items()}
     of_blocks = [group for group in groups_of(plan) if group.label != plan.head]
     groups = tuple(_group(group, spec, names, counted, model) for group in of_blocks)

@@ -140,7 +140,6 @@ class BudgetRecord(Strict):
     """Everything of a search.
 
     Attributes:
-        curve: The frontier.
         trials: What was measured, in its order.
         chosen: Which of them it is.
     """
@@ -172,7 +171,7 @@ def shares(costs: Costs, schemes: Sequence[str]) -> list[tuple[str, int, int, in
     rows: dict[str, tuple[int, int, int]] = {}
     for group, name in zip(costs.groups, schemes, strict=True):
         count, elements, nbytes = rows.get(name, (0, 0, 0))
-        cost = next(cost for cost in group.candidates if cost.scheme == name)
+        cost = cost_of(group, name)
         rows[name] = (count + 1, elements + group.elements, nbytes + cost.nbytes)
     return [(name, *rows[name]) for name in costs.schemes if name in rows]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,7 +67,6 @@ class Ordered:
 
     Attributes:
         plan: Of the recipe that was chosen.
-        result: Its quantization.
     """
 
     plan: Plan
@@ -82,7 +82,6 @@ def count_costs(
 
     Args:
         loaded: The recipe with the budget.
-        tokens: For calibration.
 
     Raises:
         RecipeError: the recipe does not fit the model, or its methods cannot be solved again.
@@ -131,8 +130,8 @@ def counting_recipe(recipe: Recipe) -> Recipe:
             "solved from statistics, without running samples: leave it out"
         )
     options = rounding.model_dump(mode="json", exclude={"name"})
-    schemes = tuple(candidates(recipe.scheme, recipe.budget.target).values())
-    costs = CostsSpec(rounding=rounding.name, options=options, schemes=schemes)
+    schemes = candidates(recipe.scheme, recipe.budget.target)
+    costs = CostsSpec(rounding=rounding.name, options=options, schemes=tuple(schemes.values()))
     before = [method for method in recipe.methods if method.stage < Stage.ROUND]
     plain = METHODS["rtn"].model_validate({"name": "rtn"})
     return Recipe.model_validate(
@@ -291,10 +290,9 @@ def choices(
         aim = limit * (CAREFUL if trials else 1.0)
         point = found.smallest(aim / (trials[-1].excess if trials else factor))
         if point is None:
-            if trials:
-                point = found.point(-1)
-            else:
-                raise RecipeError(_unreachable(found.point(-1), budget, costs))
+            point = found.point(-1)
+            if not trials:
+                raise RecipeError(_unreachable(point, budget, costs))
         nbytes = point.nbytes + costs.fixed_bytes
         if any(nbytes == trial.nbytes for trial in trials):
             return
@@ -343,7 +341,6 @@ def _within(found: Frontier, budget: BudgetSpec, costs: Costs) -> Point:
 
 
 def _unreachable(least: Point, budget: BudgetSpec, costs: Costs) -> str:
-    name, _ = budget.limit
     size = least.nbytes + costs.fixed_bytes
     of_blocks = sum(
         group.candidates[i].nbytes
@@ -355,12 +352,7 @@ def _unreachable(least: Point, budget: BudgetSpec, costs: Costs) -> str:
         f"({size} bytes) with what stays as it is, a predicted KL divergence of "
         f"{usual_kl_excess(costs.rounding) * least.kl:.2g} nats"
     )
-    what = {
-        "kl": "the least predicted loss is at",
-        "perplexity_ratio": "the least predicted loss is at",
-        "bytes": "the smallest is",
-        "bits": "the smallest is",
-    }[name]
+    what = "the least predicted loss is at" if budget.of_accuracy else "the smallest is"
     return (
         f"budget: {budget.text} cannot be kept for the target {budget.target}: {what} {about}; "
         f"candidates are {', '.join(costs.schemes)}. Allow more, or use the float model"
@@ -369,10 +361,8 @@ def _unreachable(least: Point, budget: BudgetSpec, costs: Costs) -> str:
 
 def _told(point: Point, costs: Costs, factor: float) -> str:
     """What is to be measured, in a line."""
-    counts: dict[str, int] = {}
-    for group, i in zip(costs.groups, point.choice, strict=True):
-        name = group.candidates[i].scheme
-        counts[name] = counts.get(name, 0) + 1
+    groups = zip(costs.groups, point.choice, strict=True)
+    counts = Counter(group.candidates[i].scheme for group, i in groups)
     mixed = ", ".join(f"{n} x {name}" for name, n in counts.items())
     size = size_text(point.nbytes + costs.fixed_bytes)
     return f"chosen: {mixed}; {size}, predicted loss {point.kl * factor:.3g}"

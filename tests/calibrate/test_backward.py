@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from calibrate.backward import KeptInputs, backward, fisher_root, signs
 from calibrate.gradients import OUTPUT, BlockGradients, block_size, gradient_bytes, in_blocks
-from calibrate.stream import BlockStream
-from formats.checkpoint.read import Checkpoint
+from tests.calibrate.test_stream import open_stream
 
 LENGTHS = (20, 33, 41)
 
@@ -20,15 +19,9 @@ def sequences() -> list[torch.Tensor]:
 
 
 def run_backward(folder, size=10**6, inputs=None) -> dict[str, BlockGradients]:
-    stream = BlockStream(AutoConfig.from_pretrained(folder), Checkpoint.open(folder).tensor)
-    found: dict[str, BlockGradients] = {}
-    backward(
-        stream,
-        sequences(),
-        size=size,
-        inputs=inputs or KeptInputs(),
-        found=lambda name, block: found.update({name: block}),
-    )
+    stream, found = open_stream(folder), dict[str, BlockGradients]()
+    keep = {"inputs": inputs or KeptInputs(), "found": found.__setitem__}
+    backward(stream, sequences(), size=size, **keep)
     return found
 
 
@@ -89,10 +82,8 @@ def test_gradients_of_v_are_those_of_its_projection(tiny_llama):
     for block, gradients in blocks(run_backward(tiny_llama)).items():
         attention = f"{block}.self_attn"
         for role, layer in (("k_cache", "k_proj"), ("v_cache", "v_proj")):
-            heads, rows = (
-                gradients.of[attention, role],
-                gradients.output(f"{attention}.{layer}"),
-            )
+            heads = gradients.of[attention, role]
+            rows = gradients.output(f"{attention}.{layer}")
             assert heads.outputs.shape == (2, 32, 32)
             assert [w.shape for w in heads.weights] == [(n, 2) for n in LENGTHS]
             for of_heads, of_rows in zip(heads.weights, rows.weights, strict=True):

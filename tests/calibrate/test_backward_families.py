@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from calibrate.backward import KeptInputs, backward, fisher_root, signs
 from calibrate.gradients import OUTPUT, STATES, BlockGradients
 from calibrate.stream import BlockStream
-from formats.checkpoint.read import Checkpoint
 from formats.modeling.layers import block_names
+from tests.calibrate.test_stream import open_stream
 from tests.calibrate.test_undeclared_blocks import ODD
 from tests.experts import MOE
 from tests.families import distance
@@ -20,7 +20,7 @@ KINDS = {"qwen3_moe": MOE["qwen3_moe"], "deepseek_v3": ODD["deepseek_v3"], "gpt2
 
 
 def run(folder) -> tuple[list[torch.Tensor], dict[str, BlockGradients], BlockStream]:
-    stream = BlockStream(AutoConfig.from_pretrained(folder), Checkpoint.open(folder).tensor)
+    stream = open_stream(folder)
     found: dict[str, BlockGradients] = {}
     keep = {"size": 10**6, "inputs": KeptInputs(), "found": found.__setitem__}
     return backward(stream, IDS, **keep), found, stream

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from calibrate.data import load_tokens
+from calibrate.data import TokenSet, load_tokens
 from calibrate.sources import (
     STDLIB,
     divided,
@@ -37,17 +38,26 @@ def documents(count=40) -> list[str]:
     return [f"def function_{i}(a, b):\n    return a * {i} + b\n" for i in range(count)]
 
 
+def write_rows(path: Path, rows: list) -> None:
+    """JSON lines; a text is a row with one column."""
+    named = [{"text": row} if isinstance(row, str) else row for row in rows]
+    path.write_text("\n".join(map(json.dumps, named)))
+
+
+def both_splits(spec: DatasetSpec, tokenizer, root=None) -> list[TokenSet]:
+    return [load_tokens(spec, tokenizer, split, root) for split in ("calibration", "evaluation")]
+
+
 def test_stdlib_splits_share_no_module(tokenizer):
     assert not set(STDLIB["calibration"]) & set(STDLIB["evaluation"])
-    a, b = (load_tokens(small(), tokenizer, split) for split in ("calibration", "evaluation"))
+    a, b = both_splits(small(), tokenizer)
     assert a.tokens == b.tokens == 48
     assert a.fingerprint != b.fingerprint
     assert a.fingerprint == load_tokens(small(), tokenizer, "calibration").fingerprint
 
 
 def test_the_default_amounts_are_there(tokenizer):
-    for split in ("calibration", "evaluation"):
-        tokens = load_tokens(DatasetSpec(), tokenizer, split)
+    for tokens in both_splits(DatasetSpec(), tokenizer):
         assert tokens.ids.shape == (64, 512)
         assert tokens.mask.all()
 
@@ -69,7 +79,8 @@ def test_local_files_give_the_same_tokens(tokenizer, tmp_path, kind):
     texts = documents()
     path = tmp_path / f"data.{kind}"
     if kind == "jsonl":
-        path.write_text("\n".join(json.dumps({"text": t}) for t in texts) + "\n\n")
+        write_rows(path, [*texts])
+        path.write_text(path.read_text() + "\n\n")
     elif kind == "parquet":
         pd.DataFrame({"text": texts}).to_parquet(path)
     elif kind == "arrow":
@@ -87,29 +98,18 @@ def test_local_files_give_the_same_tokens(tokenizer, tmp_path, kind):
         path.mkdir()
         for i, text in enumerate(texts):
             (path / f"{i:03d}.py").write_text(text)
-    spec = small(name=path.name)
-    a, b = (
-        load_tokens(spec, tokenizer, split, tmp_path) for split in ("calibration", "evaluation")
-    )
+    a, b = both_splits(small(name=path.name), tokenizer, tmp_path)
     assert a.tokens == b.tokens == 48
-    reference = tmp_path / "reference.jsonl"
-    reference.write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    write_rows(tmp_path / "reference.jsonl", texts)
     again = load_tokens(small(name="reference.jsonl"), tokenizer, "calibration", tmp_path)
     assert again.fingerprint == a.fingerprint
 
 
 def test_a_single_text_is_cut_in_the_middle(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("".join(documents()))
-    spec = small(
-        name="a.txt",
-        pack=False,
-        calibration=SplitSpec(samples=1, sequence_length=4096),
-        evaluation=SplitSpec(samples=1, sequence_length=4096),
-    )
-    parts = [
-        tokenizer.decode(load_tokens(spec, tokenizer, split, tmp_path).ids[0])
-        for split in ("calibration", "evaluation")
-    ]
+    one = SplitSpec(samples=1, sequence_length=4096)
+    spec = small(name="a.txt", pack=False, calibration=one, evaluation=one)
+    parts = [tokenizer.decode(own.ids[0]) for own in both_splits(spec, tokenizer, tmp_path)]
     assert "".join(parts) == "".join(documents())
 
 
@@ -117,9 +117,7 @@ def test_another_source_for_evaluation_is_used_whole(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("calibration text\n" * 50)
     (tmp_path / "b.txt").write_text("other words\n" * 50)
     spec = small(name="a.txt", evaluation_name="b.txt")
-    a, b = (
-        load_tokens(spec, tokenizer, split, tmp_path) for split in ("calibration", "evaluation")
-    )
+    a, b = both_splits(spec, tokenizer, tmp_path)
     assert "calibration" in tokenizer.decode(a.ids[0])
     assert "other" in tokenizer.decode(b.ids[0])
     assert b.source == "b.txt"
@@ -127,7 +125,7 @@ def test_another_source_for_evaluation_is_used_whole(tokenizer, tmp_path):
 
 def test_padding_is_masked_and_leaves_no_trace(tokenizer, tmp_path):
     rows = [{"text": text * (i % 4 + 1)} for i, text in enumerate(documents())]
-    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path / "d.jsonl", rows)
     spec = small(name="d.jsonl", pack=False, calibration=SplitSpec(samples=8, sequence_length=64))
     tokens = load_tokens(spec, tokenizer, "calibration", tmp_path)
     lengths = tokens.mask.sum(1)
@@ -139,16 +137,9 @@ def test_padding_is_masked_and_leaves_no_trace(tokenizer, tmp_path):
 
 
 def test_chats_are_rendered_by_the_template(tokenizer, tmp_path, monkeypatch):
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"hello {i}"},
-                {"role": "assistant", "content": "x"},
-            ]
-        }
-        for i in range(40)
-    ]
-    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    answer = {"role": "assistant", "content": "x"}
+    asked = [{"role": "user", "content": f"hello {i}"} for i in range(40)]
+    write_rows(tmp_path / "c.jsonl", [{"messages": [own, answer]} for own in asked])
     spec = small(name="c.jsonl", messages_column="messages")
     with pytest.raises(RecipeError, match="no chat template"):
         load_tokens(spec, tokenizer, "calibration", tmp_path)
@@ -162,18 +153,13 @@ def test_sharegpt_rows_give_the_tokens_of_their_messages(tokenizer, tmp_path, mo
 
     spoken = [(f"hello {i}", f"answer {i}") for i in range(40)]
     names = ("human", "gpt"), ("user", "assistant")
-    sharegpt = [
-        [{"from": who, "value": text} for who, text in zip(names[0], texts, strict=True)]
-        for texts in spoken
-    ]
-    messages = [
-        [{"role": who, "content": text} for who, text in zip(names[1], texts, strict=True)]
-        for texts in spoken
-    ]
-    rows = [json.dumps({"conversations": chat}) for chat in sharegpt]
-    (tmp_path / "s.jsonl").write_text("\n".join(rows))
+    sharegpt, messages = (
+        [[{who: w, what: t} for w, t in zip(own, texts, strict=True)] for texts in spoken]
+        for own, who, what in zip(names, ("from", "role"), ("value", "content"), strict=True)
+    )
+    write_rows(tmp_path / "s.jsonl", [{"conversations": chat} for chat in sharegpt])
     pd.DataFrame({"conversations": sharegpt}).to_parquet(tmp_path / "s.parquet")
-    (tmp_path / "m.jsonl").write_text("\n".join(json.dumps({"chat": chat}) for chat in messages))
+    write_rows(tmp_path / "m.jsonl", [{"chat": chat} for chat in messages])
     columns = {"s.jsonl": "conversations", "s.parquet": "conversations", "m.jsonl": "chat"}
     monkeypatch.setattr(tokenizer, "chat_template", ROLES)
     found = {
@@ -262,7 +248,7 @@ def test_files_of_text_have_no_columns(tmp_path):
 
 def test_the_templates_variables(tokenizer, tmp_path, monkeypatch):
     rows = [{"messages": [{"role": "user", "content": f"hello {i}"}]} for i in range(40)]
-    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path / "c.jsonl", rows)
     template = "{% for m in messages %}{{ mood }} {{ m.content }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     spec = small(
@@ -282,7 +268,7 @@ def test_special_tokens_are_added_to_documents_but_not_to_chats(tiny_llama, tmp_
     )
     tokenizer.chat_template = "<|endoftext|>{% for m in messages %}{{ m.content }}{% endfor %}"
     rows = [{"text": text, "messages": [{"role": "user", "content": text}]} for text in documents()]
-    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path / "d.jsonl", rows)
     for values in ({}, {"messages_column": "messages"}):
         spec = small(name="d.jsonl", pack=False, **values)
         for ids in load_tokens(spec, tokenizer, "calibration", tmp_path).sequences():
@@ -304,8 +290,7 @@ def test_a_name_that_datasets_reads(tokenizer, tmp_path, monkeypatch):
     folder = tmp_path / "repository"
     folder.mkdir()
     for part, texts in (("train", documents()), ("test", documents(60))):
-        rows = "\n".join(json.dumps({"content": text}) for text in texts)
-        (folder / f"{part}.jsonl").write_text(rows)
+        write_rows(folder / f"{part}.jsonl", [{"content": text} for text in texts])
     assert named_documents(str(folder), None, "train", "content", plain_text) == documents()
     with pytest.raises(RecipeError, match="did you mean 'content'"):
         named_documents(str(folder), None, "train", "contents", plain_text)
@@ -338,9 +323,7 @@ def test_of_a_large_source_only_a_part_is_tokenized(tokenizer, tmp_path, monkeyp
     from calibrate import windows
 
     monkeypatch.setattr(windows, "FEWEST_CHARACTERS", 0)
-    (tmp_path / "d.jsonl").write_text(
-        "\n".join(json.dumps({"text": text * 20}) for text in documents(400))
-    )
+    write_rows(tmp_path / "d.jsonl", [text * 20 for text in documents(400)])
     seen: list[int] = []
 
     class Counting(type(tokenizer)):
@@ -362,7 +345,7 @@ def test_a_folder_with_tables_is_not_read_for_its_readme(tokenizer, tmp_path):
     (folder / ".cache").mkdir(parents=True)
     (folder / ".cache" / "x.jsonl").write_text(json.dumps({"other": "x"}))
     (folder / "README.md").write_text("About the data.")
-    (folder / "d.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in documents()))
+    write_rows(folder / "d.jsonl", documents())
     assert local_documents(folder, "text", plain_text) == documents()
 
 
@@ -375,7 +358,7 @@ def test_line_ends_and_byte_order_mark_and_separators_inside_strings(tmp_path):
 
 
 def test_fewer_samples_do_where_that_is_said(tokenizer, tmp_path):
-    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in documents(8)))
+    write_rows(tmp_path / "d.jsonl", documents(8))
     spec = small(name="d.jsonl", calibration=SplitSpec(samples=1000, sequence_length=8))
     with pytest.raises(RecipeError, match=r"enough for \d+\. Lower .* set dataset\.fewer"):
         load_tokens(spec, tokenizer, "calibration", tmp_path)

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from calibrate.statistics import Statistics
-from calibrate.stream import BlockStream
-from formats.checkpoint.read import Checkpoint
-from tests.calibrate.test_stream import samples
+from tests.calibrate.test_stream import open_stream, samples
 from tests.experts import FORMS, MOE
-
-
-def open_stream(folder, sequences) -> BlockStream:
-    stream = BlockStream(AutoConfig.from_pretrained(folder), Checkpoint.open(folder).tensor)
-    stream.start(sequences)
-    return stream
 
 
 @pytest.mark.parametrize("family", MOE)

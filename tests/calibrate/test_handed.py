@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from calibrate.block import DecoderBlock
 from calibrate.stream import BlockStream
-from formats.checkpoint.read import Checkpoint
 from tests.calibrate.test_backward_families import IDS, at_first_block, run
+from tests.calibrate.test_stream import open_stream
 from tests.families import distance
 from tests.gemma4 import write_tiny
 
@@ -19,8 +19,7 @@ def folder(request, tmp_path_factory):
 
 def run_blocks(folder) -> tuple[BlockStream, list[DecoderBlock], list[list[torch.Tensor]]]:
     """The stream after all blocks, these with their weights, and the rows before each."""
-    stream = BlockStream(AutoConfig.from_pretrained(folder), Checkpoint.open(folder).tensor)
-    stream.start(IDS)
+    stream = open_stream(folder, IDS)
     blocks, before = [], []
     for index in range(len(stream.blocks)):
         before.append(list(stream.inputs))

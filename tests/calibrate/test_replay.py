@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from calibrate.replay import Replay
-from calibrate.stream import BlockStream
-from formats.checkpoint.read import Checkpoint
+from tests.calibrate.test_stream import open_stream
 from tests.experts import FORMS, MOE
 from tests.ptq.quantizing import random_tokens
 
@@ -17,9 +15,7 @@ UNDECLARED = {"gpt2": {"n_inner": 256}}  # whose blocks change hidden states in 
 
 
 def load_block(folder):
-    stream = BlockStream(AutoConfig.from_pretrained(folder), Checkpoint.open(folder).tensor)
-    stream.start(random_tokens().sequences()[:2])
-    return stream.load(1)
+    return open_stream(folder, random_tokens().sequences()[:2]).load(1)
 
 
 @pytest.mark.parametrize("kind", [*DENSE, *MOE, *UNDECLARED])

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from calibrate.sinks import OUTLIER, SMALL, Peaks, find_peaks
-from calibrate.stream import BlockStream
-from formats.checkpoint.read import Checkpoint
+from tests.calibrate.test_stream import open_stream
 from tests.ptq.quantizing import edit_model
 from tests.tiny_families import DEEPSEEK
 
@@ -25,8 +24,7 @@ def sequences() -> list[torch.Tensor]:
 
 
 def peaks_of(folder: Path, *, cached: bool = True) -> Peaks:
-    stream = BlockStream(AutoConfig.from_pretrained(folder), Checkpoint.open(folder).tensor)
-    return find_peaks(stream, sequences(), cached=cached)
+    return find_peaks(open_stream(folder), sequences(), cached=cached)
 
 
 def silence(tensors: dict[str, torch.Tensor]) -> None:

@@ -33,14 +33,27 @@ def samples(count=6, seed=0) -> list[torch.Tensor]:
     return [torch.randint(1, 384, (n,), generator=generator) for n in range(20, 20 + 7 * count, 7)]
 
 
-def open_stream(folder, dtype=torch.float32) -> BlockStream:
-    read = Checkpoint.open(folder).tensor
-    return BlockStream(AutoConfig.from_pretrained(folder), read, dtype=dtype)
+def open_stream(folder, sequences=(), read=None, **options) -> BlockStream:
+    """A model's stream, started where it is given samples; `read` stands for its checkpoint."""
+    read = read or Checkpoint.open(folder).tensor
+    stream = BlockStream(AutoConfig.from_pretrained(folder), read, **options)
+    if sequences:
+        stream.start(sequences)
+    return stream
+
+
+def changed_stream(folder, name: str, change, sequences=()) -> BlockStream:
+    """The stream of a model of which one tensor is another."""
+    tensor = Checkpoint.open(folder).tensor
+
+    def read(wanted):
+        return change(tensor(wanted)) if wanted == name else tensor(wanted)
+
+    return open_stream(folder, sequences, read)
 
 
 def collect(folder, sequences) -> Statistics:
-    stream, statistics = open_stream(folder), Statistics()
-    stream.start(sequences)
+    stream, statistics = open_stream(folder, sequences), Statistics()
     for index in range(len(stream.blocks)):
         block = stream.load(index)
         for sample in range(len(sequences)):
@@ -75,8 +88,7 @@ def test_every_block_gives_what_the_whole_model_gives(make_model, family, dtype)
             caches.append(model(ids[None], use_cache=True).past_key_values)
         for hook in hooks:
             hook.remove()
-    stream = open_stream(folder, dtype)
-    stream.start(sequences)
+    stream = open_stream(folder, sequences, dtype=dtype)
     for index in range(2):
         block = stream.load(index)
         for number in range(len(sequences)):
@@ -98,10 +110,7 @@ def test_windows_are_those_of_the_whole_model(make_model, family):
         layer.register_forward_hook(lambda _, __, out, i=i: whole.__setitem__(i, out[0]))
     with torch.no_grad():
         model(ids[None])
-    full = open_stream(make_model(family))
-    stream = open_stream(folder)
-    stream.start([ids])
-    full.start([ids])
+    full, stream = open_stream(make_model(family), [ids]), open_stream(folder, [ids])
     for index in range(2):
         block, unlimited = stream.load(index), full.load(index)
         out = block.run(0)
@@ -176,7 +185,7 @@ def test_one_block_is_in_memory_at_a_time(make_model):
         alive.append((name, weakref.ref(memory)))
         return torch.from_numpy(memory)
 
-    stream = BlockStream(AutoConfig.from_pretrained(folder), read)
+    stream = open_stream(folder, read=read)
     assert not alive  # nothing is read before it is needed
     stream.start(samples(2))
     assert [name for name, _ in alive] == ["model.embed_tokens.weight"]
@@ -201,8 +210,7 @@ def test_attention_by_pieces_is_attention(tokens):
 
 
 def test_hooks_leave_nothing_behind(make_model):
-    stream = open_stream(make_model("llama"))
-    stream.start(samples(1))
+    stream = open_stream(make_model("llama"), samples(1))
     block = stream.load(0)
     seen = []
     block.run(0, on_input=lambda name, x: seen.append((name, x.shape)), on_kv=lambda k, v: None)
@@ -220,16 +228,11 @@ def test_an_unknown_family_is_refused():
 
 def overflowing(folder, leaf: str) -> BlockStream:
     """A stream before its block 1, of which a layer's products are too large."""
-    checkpoint = Checkpoint.open(folder)
 
-    def read(name):
-        tensor = checkpoint.tensor(name).float()
-        if name == f"model.layers.1.mlp.{leaf}.weight":
-            tensor[3] = 3e38  # finite, and its products are not
-        return tensor
+    def change(tensor):  # finite, and its products are not
+        return tensor.float().index_fill(0, torch.tensor([3]), 3e38)
 
-    stream = BlockStream(AutoConfig.from_pretrained(folder), read)
-    stream.start(samples(1))
+    stream = changed_stream(folder, f"model.layers.1.mlp.{leaf}.weight", change, samples(1))
     stream.advance(stream.load(0))
     return stream
 
@@ -258,19 +261,14 @@ def test_nan_that_no_linear_layer_sees_is_refused_by_the_blocks_name(make_model)
 )
 def test_a_weight_that_is_not_finite_is_named(name, value, make_model):
     """And not the layer that reads what it makes."""
-    folder = make_model("llama")
-    checkpoint = Checkpoint.open(folder)
 
-    def read(wanted):
-        tensor = checkpoint.tensor(wanted)
-        if wanted == name:
-            tensor.view(-1)[5] = float(value)
-        return tensor
-
-    stream = BlockStream(AutoConfig.from_pretrained(folder), read)
+    def change(tensor):
+        changed = tensor.clone()
+        changed.view(-1)[5] = float(value)
+        return changed
 
     def run():
-        stream.start(samples(1))
+        stream = changed_stream(make_model("llama"), name, change, samples(1))
         for index in range(2):
             stream.advance(stream.load(index))
 
@@ -280,14 +278,7 @@ def test_a_weight_that_is_not_finite_is_named(name, value, make_model):
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
 def test_weights_of_another_shape_are_refused_by_name(make_model, name):
-    folder = make_model("llama")
-    checkpoint = Checkpoint.open(folder)
-
-    def read(wanted):
-        tensor = checkpoint.tensor(wanted)
-        return tensor[:-1] if wanted == name else tensor
-
-    stream = BlockStream(AutoConfig.from_pretrained(folder), read)
+    stream = changed_stream(make_model("llama"), name, lambda tensor: tensor[:-1])
     step = stream.load if "layers" in name else lambda _: stream.start(samples(1))
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.") + ".*config"):
         step(0)

@@ -50,9 +50,9 @@ def shown(block) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", DENSE)
 def test_every_family_shows_the_same(make_model, monkeypatch, at_once, family):
-    stream = open_stream(make_model(family, **(WINDOWED | TINY).get(family, {})))
     generator = torch.Generator().manual_seed(0)
-    stream.start([torch.randint(1, 384, (n,), generator=generator) for n in LENGTHS])
+    ids = [torch.randint(1, 384, (n,), generator=generator) for n in LENGTHS]
+    stream = open_stream(make_model(family, **(WINDOWED | TINY).get(family, {})), ids)
     stream.sinks = 1
     block = stream.load(1)
     found = shown(block)
@@ -66,9 +66,8 @@ def test_every_family_shows_the_same(make_model, monkeypatch, at_once, family):
 
 
 def test_a_search_runs_them_at_once_with_keys_of_each_replaced(make_model, monkeypatch, at_once):
-    stream = open_stream(make_model("llama"))
-    stream.start([torch.randint(1, 384, (n,)) for n in LENGTHS])
-    block = stream.load(0)
+    ids = [torch.randint(1, 384, (n,)) for n in LENGTHS]
+    block = open_stream(make_model("llama"), ids).load(0)
     wide, shapes = block.begins(5), list[tuple[int, ...]]()
     assert [tuple(x.shape[:-1]) for x in wide.inputs] == [(4, 24), (30,)]
 

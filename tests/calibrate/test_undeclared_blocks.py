@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
 from formats.modeling.layers import structure_of
+from tests.calibrate.test_stream import open_stream
 from tests.families import distance
 from tests.ptq.quantizing import random_tokens
 from tests.undeclared import UNDECLARED
@@ -27,14 +27,12 @@ ODD = {  # what attention may be asked for, and embeddings of several kinds
 
 def run_blocks(folder, ids):
     """Hidden states after the last block, by the stream and by transformers."""
-    checkpoint = Checkpoint.open(folder)
-    stream = BlockStream(AutoConfig.from_pretrained(folder), checkpoint.tensor)
-    stream.start([ids])
+    stream = open_stream(folder, [ids])
     for index in range(len(stream.blocks)):
         stream.advance(stream.load(index))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     whole = []
-    last = model.get_submodule(structure_of(checkpoint.config).list)[-1]
+    last = model.get_submodule(structure_of(Checkpoint.open(folder).config).list)[-1]
     last.register_forward_hook(lambda _, __, out: whole.append(out))
     with torch.no_grad():
         model(ids[None])

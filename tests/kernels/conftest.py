@@ -14,13 +14,18 @@ def with_threads():
     torch.set_num_threads(before)
 
 
+def without_library(request, monkeypatch) -> None:
+    """Let the ops run as if there were no compiled kernels."""
+    if request.config.getoption("--native-library"):
+        pytest.skip("the given library is what is tested")
+    monkeypatch.setattr(native, "library", lambda: None)
+
+
 @pytest.fixture(params=["compiled", "torch"])
 def backend(request, monkeypatch):
     """The ops run on the compiled kernels, then as if there were none."""
     if request.param == "torch":
-        if request.config.getoption("--native-library"):
-            pytest.skip("the given library is what is tested")
-        monkeypatch.setattr(native, "library", lambda: None)
+        without_library(request, monkeypatch)
     elif native.library() is None:
         pytest.skip("no C++ compiler, and no compiled kernels")
     return request.param
@@ -31,3 +36,14 @@ def isa(request):
     """Runs a test on one instruction set."""
     with native.forced(request.param):
         yield request.param
+
+
+@pytest.fixture(params=[*native.supported(), "torch"])
+def every_backend(request, monkeypatch):
+    """The ops run on each instruction set, then as if there were no compiled kernels."""
+    if request.param == "torch":
+        without_library(request, monkeypatch)
+        yield
+    else:
+        with native.forced(request.param):
+            yield

@@ -30,11 +30,8 @@ def test_every_granularity_loses_at_most_half_a_step(block):
     x = torch.randn(16, 64) * torch.logspace(-3, 3, 16)[:, None]
     scale = choose_scale(block_absmax(x, block))
     q = quantize(x, scale)
-    rows, columns = (
-        (16 if b == -1 else b for b in block[:1]),
-        (64 if b == -1 else b for b in block[1:]),
-    )
-    steps = scale.repeat_interleave(next(rows), 0).repeat_interleave(next(columns), 1)
+    rows, columns = (size if b == -1 else b for b, size in zip(block, x.shape, strict=True))
+    steps = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     assert ((dequantize(q, scale) - x).abs() <= steps * 0.5001).all()
     assert q.abs().max() == 127
     assert torch.equal(quantize(-x, scale), -q)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
 from formats.modeling.model import meta_model
 from formats.scheme import PRESETS, Scheme, WeightSpec
+from inference.engine import Engine
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.folding import Folding, SmoothedGroup
+from ptq.methods.common.method import Method
 from ptq.methods.common.rounding import round_weight
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec, smoothing_scale
@@ -37,7 +40,9 @@ from ptq.recipe.schema import (
     ReportSpec,
     StatisticsSpec,
 )
+from ptq.result import QuantizationResult
 
+SomeMethod = TypeVar("SomeMethod", bound=Method)
 SMOOTH = (SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=3), RTNSpec())
 DATA = DatasetSpec(
     calibration=SplitSpec(samples=8, sequence_length=64),
@@ -104,6 +109,36 @@ def quantize_head(
     plan = make_plan(model, out, scheme, **options)
     quantize_tokens(plan, random_tokens(), progress=False, force=True)
     return Checkpoint.open(out / "checkpoint")
+
+
+def quantized(model: Path, output: Path, *given, **named) -> QuantizationResult:
+    """A run of what `make_plan` makes of these arguments, on random tokens."""
+    return quantize_tokens(
+        make_plan(model, output, *given, **named), random_tokens(), progress=False
+    )
+
+
+IDS = torch.arange(1, 90) * 7 % 384
+
+
+def scored(model: Path, ids: torch.Tensor = IDS) -> torch.Tensor:
+    """Log probabilities that the engine gives after each of some tokens."""
+    return Engine.from_pretrained(model).score(ids).log_softmax(-1)
+
+
+def divergence(exact: torch.Tensor, found: torch.Tensor) -> float:
+    """Mean KL divergence between log probabilities [tokens, vocabulary], in nats."""
+    return (exact.exp() * (exact - found)).sum(-1).mean().item()
+
+
+def solved(work: BlockWork, method: SomeMethod, *, see: bool = True) -> SomeMethod:
+    """A method that has solved a block, after it has seen its samples where it is to."""
+    if see:
+        observe(work, [method])
+    else:
+        method.prepare(work)
+    method.solve(work)
+    return method
 
 
 class Stop(BaseException):

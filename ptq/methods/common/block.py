@@ -11,7 +11,7 @@ from calibrate.roles import SINK_INPUT, SINK_TOKENS
 from formats.families.groups import SmoothingGroup
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec
-from ptq.methods.common.events import Event, SmoothingRow
+from ptq.methods.common.events import Event, EventKind, SmoothingRow
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,6 @@ class QuantizedLinear:
 
     Attributes:
         weight: The quantized weight [out, in] with its scales.
-        spec: How it is stored.
         input_scale: fp32 [1], or None where inputs are not quantized or scaled when they arrive.
         statistic: How the clipping range of the weight was found.
     """
@@ -75,7 +74,6 @@ class BlockWork:
         schemes: Of each target, by its full name; `scheme_of` tells.
         targets: Full names of this block's linear layers that are to be quantized.
         common_input: Layers that read one input, by full name: a name for that input.
-        groups: Smoothing groups of this block.
         head_dim: Elements of one attention head.
         pairs: A number for each of them; those that rotary embedding turns together have one.
         input_observer: How the clipping range of a static input is found.
@@ -127,6 +125,10 @@ class BlockWork:
         if self.before_feed_forward is None:  # else of the whole block, where this is a part of it
             norms = (group.source for group in self.groups if group.kind == "mlp_input")
             self.before_feed_forward = next(norms, None)
+
+    def report(self, module: str, kind: EventKind, message: str) -> None:
+        """Keep for the record what a person should know of a module."""
+        self.events.append(Event(module=module, kind=kind, message=message))
 
     def tell(self, row: SmoothingRow) -> None:
         """Keep for the record what was chosen for a smoothing group."""
@@ -207,11 +209,9 @@ class BlockWork:
         return fisher.factors(
             self.weighted.of(name).to(self.block.device),
             self.gradients.output(name),
-            fisher.Divisors(
-                since_samples=self.divisors.get((name, "input")),
-                inputs=self.rescaled.get((name, "input")),
-                outputs=self.rescaled.get((name, "output")),
-            ),
+            since_samples=self.divisors.get((name, "input")),
+            inputs=self.rescaled.get((name, "input")),
+            outputs=self.rescaled.get((name, "output")),
         )
 
     def key_mean(self) -> Tensor:
@@ -241,6 +241,13 @@ class BlockWork:
         for known in (self.divisors, self.rescaled):
             before = known.get((name, role))
             known[name, role] = factor if before is None else before * factor
+
+    def store(self, name: str, value: Tensor) -> None:
+        """Give a float tensor a new value, by its full name: as the checkpoint's type holds it."""
+        module, _, leaf = name.rpartition(".")
+        stored = value.to(self.dtype_of(name))
+        set_parameter(self.module(module), leaf, stored.float().to(self.block.device))
+        self.folded[name] = stored.cpu()
 
     def scheme_of(self, name: str) -> LayerScheme:
         """How a linear layer's weight and input are to be quantized."""
@@ -355,8 +362,13 @@ class BlockWork:
 
 
 @contextmanager
-def quantized_block(work: BlockWork) -> Iterator[None]:
-    """Let the block compute with its solved layers, for a while; its cache stays in float."""
+def quantized_block(work: BlockWork, *, refined: bool = False) -> Iterator[None]:
+    """Let the block compute with its solved layers, for a while; its cache stays in float.
+
+    Args:
+        refined: Let gradients pass through the inputs, and leave weights of integers in float:
+            whoever refines them gives their values.
+    """
     with ExitStack() as stack:
         for name, layer in work.quantized.items():
             scales = (layer.input_scale, work.sink_scale(name))
@@ -364,9 +376,14 @@ def quantized_block(work: BlockWork) -> Iterator[None]:
             def seen(
                 x: Tensor, name: str = name, scales: tuple[Tensor | None, Tensor | None] = scales
             ) -> Tensor:
-                return work.seen_row_by_row(name, x, *scales)
+                if not refined:
+                    return work.seen_row_by_row(name, x, *scales)
+                return x + (work.seen_row_by_row(name, x.detach(), *scales) - x.detach())
 
-            stack.enter_context(replaced(work.block.linears[name], layer.dequantized(), seen))
+            linear = work.block.linears[name]
+            floating = refined and layer.spec.dtype != "fp8_e4m3"
+            weight = linear.weight if floating else layer.dequantized()
+            stack.enter_context(replaced(linear, weight, seen))
         yield
 
 
@@ -377,12 +394,11 @@ def replaced(
     """Let `linear` compute with another weight and a function of its input, for a while."""
     original = linear.weight
     set_parameter(linear, "weight", weight)
-    handle = linear.register_forward_pre_hook(lambda _, args: (on_input(args[0]), *args[1:]))
-    try:
-        yield
-    finally:
-        handle.remove()
-        linear.weight = original
+    with linear.register_forward_pre_hook(lambda _, args: (on_input(args[0]), *args[1:])):
+        try:
+            yield
+        finally:
+            linear.weight = original
 
 
 def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:

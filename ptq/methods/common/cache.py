@@ -30,7 +30,6 @@ def through_cache(
     Args:
         x: [..., tokens, kv heads, D].
         absmax: Largest magnitude of each channel over all samples [kv heads, D].
-        spec: How the cache is quantized.
         role: Which of the two it is: K alone may have a scale for each channel.
         sinks: Tokens from the first on that stay as they are.
         feedback: Of int4 keys that are rounded with feedback, fp32 [kv heads, D, D]; None for what

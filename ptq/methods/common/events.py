@@ -6,6 +6,18 @@ from typing import Literal
 
 from formats.scheme import Strict
 
+EventKind = Literal[
+    "smoothing_skipped",
+    "fallback",
+    "worse_than_baseline",
+    "clipping",
+    "damping_raised",
+    "expert_starved",
+    "outlier_token",
+    "scaled_by_token",
+    "left_out",
+]
+
 
 class Event(Strict):
     """Something that a person should know of one module.
@@ -20,17 +32,7 @@ class Event(Strict):
     """
 
     module: str
-    kind: Literal[
-        "smoothing_skipped",
-        "fallback",
-        "worse_than_baseline",
-        "clipping",
-        "damping_raised",
-        "expert_starved",
-        "outlier_token",
-        "scaled_by_token",
-        "left_out",
-    ]
+    kind: EventKind
     message: str
 
 

@@ -10,7 +10,6 @@ KL = 1/2 tr(E^T G E A) stays what it was for the error D^-1 E.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,21 +18,17 @@ from calibrate.gradients import BlockGradients, FisherFactors, Gradients
 from ptq.methods.common.moments import Moments
 
 
-class WeightedMoments:
+class WeightedMoments(Moments):
     """Accumulates A = sum_t |g_t|^2 x_t x_t^T / tokens of linear layers.
 
     Layers that share an input have each their own. Samples that did not run backward weigh as the
     others do on average.
-
-    Args:
-        gradients: Of the block.
-        layers: Those that are wanted.
     """
 
     def __init__(self, gradients: BlockGradients, layers: Iterable[str]) -> None:
-        self._gradients, self._wanted = gradients, set(layers)
-        self._moments = Moments({n: n for n in self._wanted}, self._wanted, full=True)
-        self._known: dict[str, Tensor] = {}
+        stand_in = {name: name for name in layers}
+        super().__init__(stand_in, stand_in, full=True)
+        self._gradients = gradients
 
     @classmethod
     def restored(cls, known: Mapping[str, Tensor], layers: Iterable[str]) -> WeightedMoments:
@@ -42,25 +37,14 @@ class WeightedMoments:
         Raises:
             KeyError: a wanted layer is missing.
         """
-        found = cls(BlockGradients(), ())
-        found._known = {name: known[name] for name in layers}
+        found = cls(BlockGradients(), layers)
+        found._sums = {name: known[name] for name in found._wanted}
+        found._tokens = dict.fromkeys(found._wanted, 1)
         return found
 
     def part(self) -> WeightedMoments:
         """Nothing of the same, for `merge`."""
         return WeightedMoments(self._gradients, self._wanted)
-
-    def place(self, devices: Mapping[str, torch.device]) -> None:
-        """Say where sums of several devices are kept, by their layers."""
-        self._moments.place(devices)
-
-    def merge(self, part: WeightedMoments) -> None:
-        """Add what some more samples have shown; the part is empty afterwards."""
-        self._moments.merge(part._moments)
-
-    def complete(self) -> None:
-        """Nothing more will come: from now on several threads may read."""
-        self._moments.complete()
 
     def observe(self, name: str, x: Tensor, sample: int) -> None:
         """Add the input [tokens, in] of a layer for a sample, by its index among those that run."""
@@ -71,17 +55,13 @@ class WeightedMoments:
         if not bool(roots.all()):  # tokens that did not come to an expert
             some = roots.nonzero()[:, 0]
             roots, x = roots[some], x[some.to(x.device)]
-        self._moments.observe(name, x.float() * roots.to(x.device)[:, None], tokens)
+        self.add(name, x.float() * roots.to(x.device)[:, None], tokens)
 
     def observe_sinks(self, name: str, x: Tensor, sample: int) -> None:
         """Add rows that stand for sink tokens, as tokens of the sample's mean weight."""
         if name in self._wanted:
             weights = self._gradients.output(name).weights_of(sample, 1)
-            self._moments.observe(name, x.float() * weights.mean().sqrt().to(x.device), 0)
-
-    def of(self, name: str) -> Tensor:
-        """A of a layer, fp32 [in, in]."""
-        return self._known[name] if name in self._known else self._moments.of(name)
+            self.add(name, x.float() * weights.mean().sqrt().to(x.device), 0)
 
     def state(self) -> dict[str, Tensor]:
         """A of each layer, by its full name."""
@@ -108,34 +88,29 @@ def rescaled(outputs: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     return (turned / trace).float(), trace
 
 
-@dataclass(frozen=True)
-class Divisors:
-    """What a layer's inputs [in] and outputs [out] were divided by, fp64; None for nothing.
-
-    Attributes:
-        since_samples: Inputs, since the samples last ran.
-        inputs: Since the block was loaded.
-        outputs: Since the block was loaded.
-    """
-
-    since_samples: Tensor | None = None
-    inputs: Tensor | None = None
-    outputs: Tensor | None = None
-
-
-def factors(weighted: Tensor, gradients: Gradients, divided: Divisors) -> FisherFactors:
+def factors(
+    weighted: Tensor,
+    gradients: Gradients,
+    *,
+    since_samples: Tensor | None,
+    inputs: Tensor | None,
+    outputs: Tensor | None,
+) -> FisherFactors:
     """Factors of a layer as it is now.
 
     Args:
         weighted: A, as the samples last showed it [in, in].
         gradients: Of its output, of the original block.
-        divided: What was folded.
+        since_samples: What its inputs were divided by since the samples last ran, fp64 [in]; None
+            for nothing.
+        inputs: The same since the block was loaded.
+        outputs: What its outputs were divided by since then, fp64 [out], or None.
     """
-    pair = _folded(weighted, gradients.outputs, divided.since_samples, divided.outputs)
+    pair = _folded(weighted, gradients.outputs, since_samples, outputs)
     if gradients.sequences is None:
         return FisherFactors(*pair)
     a, g = (side.to(weighted.device) for side in gradients.sequences)
-    return FisherFactors(*pair, sequences=_folded(a, g, divided.inputs, divided.outputs))
+    return FisherFactors(*pair, sequences=_folded(a, g, inputs, outputs))
 
 
 def _folded(

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from formats.namespace import later
 from formats.scheme import WeightSpec
-from kernels.numerics import TYPES, QuantizedType
-from ptq.methods.common.rounding import expanded, round_column
+from kernels.numerics import TYPES, QuantizedType, round_to
+from ptq.methods.common.rounding import expanded
 
 with later():
     from kernels.triton.calibration import columns as kernels
@@ -107,7 +107,6 @@ def descend(
         weight: [N, K] float.
         scale: Of the spec's blocks.
         zero_point: Of the spec's blocks; None where the type is symmetric.
-        spec: How it is stored.
         hessian: [K, K], damped.
         order: int64 [K], columns in the order in which they are taken.
         block_size: Columns between two updates of the rest of G.
@@ -168,7 +167,7 @@ def descent_columns(
     for j in range(len(columns)):
         offset = None if zeros is None else zeros[j]
         target = torch.add(values[j], gradient[j], alpha=1.0 / curvature[j])
-        rounded = round_column(target, scales[j], kind, offset)
+        rounded = round_to(target / scales[j], kind, offset)
         columns[j] = rounded
         known = rounded if offset is None else rounded - offset
         move = torch.sub(known * scales[j], values[j], out=moves[j])

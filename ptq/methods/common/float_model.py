@@ -77,17 +77,21 @@ class FloatModelView:
     def __contains__(self, name: str) -> bool:
         return name in self.names()
 
+    def origin(self, name: str) -> str:
+        """Name in the source of what a tensor is made of: its own, but where heads are untied."""
+        return name
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor; nothing is read."""
-        return self.source.shape(name)
+        return self.source.shape(self.origin(name))
 
     def dtype(self, name: str) -> torch.dtype:
         """Element type of a tensor; nothing is read."""
-        return self.source.dtype(name)
+        return self.source.dtype(self.origin(name))
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor and transform it."""
-        return self.source.tensor(name)
+        return self.source.tensor(self.origin(name))
 
 
 LEFT_OUT = "it predicts further tokens from the residual stream as it was before it was rotated"
@@ -132,14 +136,13 @@ class BiasedCheckpoint(FloatModelView):
         """Names of all tensors, the added among them."""
         return tuple(sorted({*self.source.names(), *self.added}))
 
+    def origin(self, name: str) -> str:
+        """Name in the source: a bias follows its weight."""
+        return self.added.get(name, name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor: a bias is as long as its weight has rows."""
-        added = self.added.get(name)
-        return self.source.shape(name) if added is None else self.source.shape(added)[:1]
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Element type of a tensor: a bias has that of its weight."""
-        return self.source.dtype(self.added.get(name, name))
+        return super().shape(name)[:1] if name in self.added else super().shape(name)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor, or make the zeros."""
@@ -150,9 +153,6 @@ class BiasedCheckpoint(FloatModelView):
 
 class StoredLayers(FloatModelView):
     """A checkpoint whose quantized layers are all in MXFP4, as a float model.
-
-    Args:
-        source: The checkpoint.
 
     Attributes:
         kept: The schemes of those layers by full name.

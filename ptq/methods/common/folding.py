@@ -200,10 +200,9 @@ class SmoothedGroup:
             set_parameter(self.source, "weight", rows.float())
             self.work.divide(self.group.source, "output", folding.scale)
         if folding.vector is not None and self.vector_name is not None:
-            moved = folding.vector.float().to(self.work.block.device)
-            set_parameter(self.source, self.vector_name.rpartition(".")[2], moved)
-            self.work.folded[self.vector_name] = folding.vector
-        self._commit_norm_bias(folding)
+            self.work.store(self.vector_name, folding.vector)
+        if (bias := self._norm_bias) is not None:
+            self.work.store(f"{self.group.source}.bias", bias.double().cpu() / folding.scale)
         for name, linear in zip(self.group.consumers, self.consumers, strict=True):
             set_parameter(linear, "weight", self._smoothed_weight(linear.weight, folding))
             self.work.divide(name, "input", folding.scale[self.channel])
@@ -215,14 +214,6 @@ class SmoothedGroup:
         if self.group.kind == "attention_output":
             heads = folding.scale.view(-1, self.work.head_dim)
             self.work.divide(self.work.block.attended, "v_cache", heads)
-
-    def _commit_norm_bias(self, folding: Folding) -> None:
-        if (bias := self._norm_bias) is None:
-            return
-        stored = f"{self.group.source}.bias"
-        moved = (bias.double().cpu() / folding.scale).to(self.work.dtype_of(stored))
-        set_parameter(self.source, "bias", moved.float().to(self.work.block.device))
-        self.work.folded[stored] = moved
 
     def _smoothed_weight(self, weight: Tensor, folding: Folding) -> Tensor:
         """A consumer's weight with its columns multiplied: fp32 [out, in]."""
@@ -289,11 +280,8 @@ class SmoothedGroup:
             held = cache.through_cache(heads, absmax, spec, "v_cache", self.work.block.sinks)
             return (held * factor).reshape(v.shape)
 
-        handle = self.source.register_forward_hook(stored)
-        try:
+        with self.source.register_forward_hook(stored):
             yield
-        finally:
-            handle.remove()
 
 
 class Trials:

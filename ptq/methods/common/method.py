@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ptq.methods.common.block import QuantizedLinear
     from ptq.methods.common.feedback import Feedback
+    from ptq.methods.common.spec import MethodSpec
 
 
 MomentKind = Literal["none", "diagonal", "full"]
@@ -128,10 +129,12 @@ class LayerMethod(Method):
     """Base of the methods that give each target layer by itself its quantized weight.
 
     Attributes:
+        spec: What the recipe says of it.
         solved: The layers, by full name, from `solve` to `commit`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spec: MethodSpec) -> None:
+        self.spec = spec
         self.solved: dict[str, QuantizedLinear] = {}
 
     def parts(self, work: BlockWork, most: int) -> list[Part]:
@@ -189,13 +192,8 @@ def layer_parts(work: BlockWork, most: int) -> list[Part]:
         for start in range(0, len(each), size):
             names = [name for module in each[start : start + size] for name in module]
             cost = sum(_cost(work, name) for name in names)
-            parts.append(Part(_title(names), cost, targets=tuple(names)))
+            parts.append(Part(first_names(names), cost, targets=tuple(names)))
     return parts
-
-
-def group_parts(groups: Mapping[str, Sequence[SmoothingGroup]]) -> list[Part]:
-    """Smoothing groups that are searched without each other, by what they are called."""
-    return [Part(name, 1.0, groups=tuple(own)) for name, own in groups.items()]
 
 
 def _cost(work: BlockWork, name: str) -> float:
@@ -204,6 +202,7 @@ def _cost(work: BlockWork, name: str) -> float:
     return float(columns) * columns * (rows + columns / 3)
 
 
-def _title(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
+    """Three of some layers, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"

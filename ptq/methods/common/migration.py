@@ -38,9 +38,9 @@ from formats.families.groups import SmoothingGroup
 from formats.namespace import later
 from formats.scheme import ActivationSpec
 from ptq.methods.common.block import BlockWork
-from ptq.methods.common.events import Candidate, Event, SmoothingRow
+from ptq.methods.common.events import Candidate, SmoothingRow
 from ptq.methods.common.folding import Folding, SmoothedGroup, Trials
-from ptq.methods.common.method import Method, Part, group_parts
+from ptq.methods.common.method import Method, Part, first_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,15 +131,13 @@ class Migration(Method):
         found = {group.kind for group in work.groups}
         for kind in (kind for kind in self.targets if kind not in found):
             message = f"not smoothed: {kind}, before which nothing can be divided in this family"
-            event = Event(module=work.block.name, kind="smoothing_skipped", message=message)
-            work.events.append(event)
+            work.report(work.block.name, "smoothing_skipped", message)
         for group in work.groups:
             if group.kind not in self.targets:
                 continue
             if group.routers and group.offset:
                 message = "not smoothed: routers read a norm of 1 + w, which takes no power of two"
-                event = Event(module=group.source, kind="smoothing_skipped", message=message)
-                work.events.append(event)
+                work.report(group.source, "smoothing_skipped", message)
                 continue
             linear_source = group.source in work.block.linears
             members = (*group.consumers, *((group.source,) if linear_source else ()))
@@ -147,11 +145,8 @@ class Migration(Method):
             if not kept:
                 self.groups.append(group)
             elif len(kept) < len(members):
-                more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
-                message = f"not smoothed: {', '.join(kept[:3])}{more} is not quantized here"
-                work.events.append(
-                    Event(module=group.source, kind="smoothing_skipped", message=message)
-                )
+                message = f"not smoothed: {first_names(kept)} is not quantized here"
+                work.report(group.source, "smoothing_skipped", message)
 
     def solve(self, work: BlockWork) -> None:
         """Choose the factors of each group on the first `search_samples` samples."""
@@ -183,7 +178,6 @@ class Migration(Method):
             groups: One, or those that get one strength.
             reference: The float block's output for each input; none where nothing can be tried,
                 and the one candidate is taken.
-            block: With these inputs.
         """
         foldings: dict[float | None, list[Folding]] = {}
         if reference:
@@ -254,7 +248,7 @@ class Migration(Method):
 
     def parts(self, work: BlockWork, most: int) -> list[Part]:
         """Groups that get one strength."""
-        return group_parts(self._tied())
+        return [Part(name, 1.0, groups=tuple(own)) for name, own in self._tied().items()]
 
     def part(self, work: BlockWork) -> Self:
         """A copy for some of the groups."""
@@ -274,7 +268,7 @@ class Migration(Method):
             own = work.scheme_of(name).model_copy(update={"activations": BY_TOKEN})
             work.schemes = {**work.schemes, name: own}
             message = "its input is scaled by token: one static scale would cost too much"
-            work.events.append(Event(module=name, kind="scaled_by_token", message=message))
+            work.report(name, "scaled_by_token", message)
         self.groups, self.solved, self.scaled = [], [], set()
 
 

@@ -31,7 +31,6 @@ class Moments:
 
     Args:
         stand_in: For each layer the one whose input is taken for its own.
-        layers: Those that are wanted.
         full: Whether all of E[x x^T] is kept, not only its diagonal.
     """
 
@@ -44,11 +43,10 @@ class Moments:
         self._tokens: dict[str, int] = {}
         self._halves: set[str] = set()  # of sums whose blocks above the diagonal are not filled in
 
-    def observe(self, name: str, x: Tensor, tokens: int | None = None) -> None:
+    def add(self, name: str, x: Tensor, tokens: int | None = None) -> None:
         """Add the input [tokens, in] of a layer; of layers that share it, the first counts.
 
         Args:
-            x: Its input.
             tokens: How many it stands for, where rows of zeros were left out.
         """
         if name not in self._wanted:

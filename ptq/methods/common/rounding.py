@@ -37,7 +37,6 @@ from kernels.numerics import (
     TINY_SCALE,
     TYPES,
     E4M3Multiples,
-    QuantizedType,
     ScaleStorage,
     block_absmax,
     block_view,
@@ -305,10 +304,3 @@ def _in_one_pass(weight: Tensor, spec: WeightSpec) -> bool:
 def expanded(scale: Tensor, weight: Tensor, spec: WeightSpec) -> Tensor:
     """One scale for each element of a weight [out, in]."""
     return expand_scale(scale, weight.shape, spec.block).expand(weight.shape)
-
-
-def round_column(
-    column: Tensor, scale: Tensor, kind: QuantizedType, zeros: Tensor | None
-) -> Tensor:
-    """Values of the type, in fp32, next to those of a column [N] with a scale for each."""
-    return round_to(column / scale, kind, zeros)

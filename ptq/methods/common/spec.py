@@ -92,6 +92,15 @@ class BlockSizes:
         return max((columns for _, columns in self.quantized), default=0)
 
 
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A linear layer that a plan quantizes, and all of the plan's smoothing groups."""
+
+    name: str
+    scheme: LayerScheme
+    groups: Sequence[SmoothingGroup] = ()
+
+
 class MethodSpec(Strict):
     """Base of the specifications; a subclass adds its `name`, a literal, and its options.
 
@@ -145,14 +154,8 @@ class MethodSpec(Strict):
         """What works on the blocks; None where the view is all."""
         return None
 
-    def explain(
-        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
-    ) -> Iterator[str]:
-        """What it does to a quantized linear layer: a line each, such as `rtn: rounded ...`.
-
-        Args:
-            groups: The plan's smoothing groups.
-        """
+    def explain(self, layer: PlannedLayer) -> Iterator[str]:
+        """What it does to a layer: a line each, such as `rtn: rounded ...`."""
         yield from ()
 
     def memory(self, block: BlockSizes) -> int:
@@ -175,15 +178,15 @@ def fixed_alpha(strengths: Sequence[float]) -> tuple[str, str]:
 
 
 def smoothing_lines(
-    method: str, layer: str, kinds: Sequence[SmoothingKind], groups: Sequence[SmoothingGroup]
+    method: str, layer: PlannedLayer, kinds: Sequence[SmoothingKind]
 ) -> Iterator[str]:
     """`explain` of a method that moves factors through smoothing groups of some kinds."""
-    for group in groups:
+    for group in layer.groups:
         if group.kind not in kinds:
             continue
-        if layer in group.consumers:
+        if layer.name in group.consumers:
             yield f"{method}: its columns take factors that {group.source} is divided by"
-        elif layer == group.source:
+        elif layer.name == group.source:
             readers = ", ".join(name.rpartition(".")[2] for name in group.consumers)
             yield f"{method}: its rows are divided by factors that {readers} takes"
 

@@ -151,10 +151,8 @@ def test_a_peer_that_is_wrong_or_refused_is_not_timed(monkeypatch):
 
 def a_case(shape: Any = None, wrong: bool = False, **rest: Any) -> BenchCase:
     shape = shape or layer("w4a16")
-    error = 1.0 if wrong else 1e-3
-    return BenchCase(
-        "a case", shape, lambda i, cut: torch.ones(1), 1, 5_000_000, lambda y: error, 1e-2, **rest
-    )
+    error, ones = 1.0 if wrong else 1e-3, torch.ones(1)
+    return BenchCase("a case", shape, lambda *_: ones, 1, 5_000_000, lambda y: error, 1e-2, **rest)
 
 
 @pytest.fixture
@@ -379,9 +377,7 @@ def test_the_ops_of_a_cpu_are_right_beside_their_peers(monkeypatch, capsys):
     out = capsys.readouterr().out
     rows = [line for line in out.splitlines() if line.startswith(CPU_FAMILIES[:-1])]
     assert len(rows) == 2 * 6 + 5
-    assert (
-        len([text for text in out.splitlines() if text.startswith(("norm", "silu", "quant"))]) == 6
-    )
+    assert sum(text.startswith(("norm", "silu", "quant")) for text in out.splitlines()) == 6
     assert "off by" not in out
 
 

@@ -11,8 +11,6 @@ from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.numerics import TINY_SCALE
 from kernels.ops import paged_attention, write_kv
 
-pytestmark = pytest.mark.usefixtures("backend")
-
 KINDS = ("float", "int8 per_head", "int8 per_channel", "int8 per_token", "fp8 per_head")
 STORAGE = {"float": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -140,6 +138,7 @@ def make_cache(
     return Cache(queries, pool, tables)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (3, 3), (8, 4)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, 1, 50, 200])
@@ -165,6 +164,7 @@ EXTRAS = {  # of 6 query heads; what they see is of size 24, 16 or 40
 }
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("v_dim", [16, 24, 40])
@@ -180,6 +180,7 @@ def test_bounds_sinks_slopes_and_sizes_of_v(extra, kind, v_dim):
     assert torch.equal(alone, got[2][-1:])
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (8, 8)])
 @pytest.mark.parametrize("dim", [32, 80, 128])
 @pytest.mark.parametrize("window", [None, 70])
@@ -197,21 +198,24 @@ def test_decode_prefill_and_chunks_agree_bit_for_bit(heads, dim, window, kind):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 8])
-def test_the_batch_does_not_change_a_sequence(threads, with_threads):
-    with_threads(threads)
-    lengths = [1, 5, 64, 100, 129, 333, 40, 64, 70, 200, 3, 17, 90, 128, 256, 31]
+def test_the_batch_does_not_change_a_sequence(every_backend, threads, with_threads):
+    lengths = [1, 5, 64, 100, 129, 333, 40, 1100, 70, 200, 3, 17, 90, 128, 256, 31]
     cache = make_cache(lengths)
+    with_threads(1)
     decode = [(s, length - 1, length) for s, length in enumerate(lengths)]
     alone = [cache.attend([span])[0] for span in decode]
-    for order in (range(16), reversed(range(16)), (3, 11, 5), (0, 15)):
+    with_threads(threads)
+    for order in (range(16), reversed(range(16)), (7, 11, 5), (3, 11, 5), (0, 7), (0, 15)):
         order = list(order)
         for s, out in zip(order, cache.attend([decode[s] for s in order]), strict=True):
             assert torch.equal(out, alone[s])
-    mixed = [(5, 300, 333), (0, 0, 1), (9, 199, 200), (3, 0, 100), (4, 128, 129)]
+    mixed = [(5, 300, 333), (7, 1099, 1100), (0, 0, 1), (9, 199, 200), (9, 200, 200)]
+    mixed += [(3, 0, 100), (4, 128, 129), (7, 900, 1000)]
     for span, out in zip(mixed, cache.attend(mixed), strict=True):
         assert torch.equal(out, cache.attend([span])[0])
 
 
+@pytest.mark.usefixtures("backend")
 def test_a_long_prefill_is_cut_without_a_trace(monkeypatch):
     cache = make_cache([500])
     whole = cache.attend([(0, 0, 500)])[0]
@@ -219,6 +223,7 @@ def test_a_long_prefill_is_cut_without_a_trace(monkeypatch):
     assert torch.equal(cache.attend([(0, 0, 500)])[0], whole)
 
 
+@pytest.mark.usefixtures("backend")
 def test_no_queries_give_no_rows():
     cache = make_cache([10, 20])
     assert [len(out) for out in cache.attend([(0, 10, 10), (1, 20, 20)])] == [0, 0]
@@ -245,12 +250,17 @@ def written_by(writes, kind, k, v, slots, blocks=5) -> list[list[Tensor | None]]
     return found
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "fp8 per_token"])
-def test_write_kv_puts_every_token_in_its_place(kind):
+@pytest.mark.parametrize("kind", [*KINDS, "fp8 per_token", "bf16"])
+@pytest.mark.parametrize("dim", [16, 20, 7, 80])
+def test_write_kv_puts_every_token_in_its_place(every_backend, kind, dim, with_threads):
+    with_threads(3)
     generator = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(9, 3, 16, generator=generator) for _ in "kv")
+    qkv = torch.randn(9, 9, dim, generator=generator)
+    qkv[3, 3:] = 0
+    qkv[4, 3:] *= 1e-4  # e4m3's subnormals
     slots = torch.randperm(5 * KV_BLOCK, generator=generator)[:9]
-    found, wanted = written_by((write_kv, naive_write), kind, k, v, slots)
+    writes = (write_kv, naive_write)
+    found, wanted = written_by(writes, kind, qkv[:, 3:6], qkv[:, 6:], slots)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours is theirs is None or torch.equal(ours.float(), theirs.float())
     top = {"int8": 127, "fp8": 448}.get(kind.split()[0])

@@ -17,8 +17,6 @@ from tests.kernels.cpu.test_attention import (
     KINDS,
     make_cache,
     naive_attention,
-    naive_write,
-    written_by,
 )
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
@@ -78,23 +76,6 @@ def test_decode_prefill_and_chunks_agree_bit_for_bit(isa, heads, dim, window, ki
             assert torch.equal(alone[0], whole[position]), (position, threads)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_the_batch_does_not_change_a_sequence(isa, threads, with_threads):
-    lengths = [1, 5, 64, 100, 129, 333, 40, 1100, 70, 200, 3, 17, 90, 128, 256, 31]
-    cache = make_cache(lengths)
-    with_threads(1)
-    decode = [(s, length - 1, length) for s, length in enumerate(lengths)]
-    alone = [attend(cache, [span])[0] for span in decode]
-    with_threads(threads)
-    for order in (range(16), reversed(range(16)), (7, 11, 5), (0, 7)):
-        order = list(order)
-        for s, out in zip(order, attend(cache, [decode[s] for s in order]), strict=True):
-            assert torch.equal(out, alone[s])
-    mixed = [(5, 300, 333), (7, 1099, 1100), (0, 0, 1), (9, 200, 200), (3, 0, 100), (7, 900, 1000)]
-    for span, out in zip(mixed, attend(cache, mixed), strict=True):
-        assert torch.equal(out, attend(cache, [span])[0])
-
-
 @pytest.mark.parametrize("dim", [64, 20])
 @pytest.mark.parametrize("window", [None, 5])
 def test_what_lies_beyond_the_context_does_not_count(isa, dim, window):
@@ -145,20 +126,6 @@ def test_bad_arguments_are_told(isa):
         attend(replace(cache, pool=replace(cache.pool, k_scale=None)), [(0, 99, 100)])
     with pytest.raises(ValueError, match="needed is 1 at least"):
         attend(cache, [(0, 99, 100)], 0)
-
-
-@pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("dim", [16, 20, 7, 80])
-def test_write_kv_equals_its_twin(isa, kind, dim, with_threads):
-    with_threads(3)
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(9, 9, dim, generator=generator)
-    qkv[3, 3:] = 0
-    qkv[4, 3:] *= 1e-4  # e4m3's subnormals
-    slots = torch.randperm(5 * KV_BLOCK, generator=generator)[:9]
-    writes = (native_attention.write_kv, naive_write)
-    for ours, twin in zip(*written_by(writes, kind, qkv[:, 3:6], qkv[:, 6:], slots), strict=True):
-        assert ours is twin is None or torch.equal(ours.float(), twin.float())
 
 
 def test_bad_writes_are_told_and_left_out(isa):

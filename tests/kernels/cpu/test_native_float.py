@@ -261,7 +261,5 @@ def test_strides_and_adding_to_what_is_there(isa, kind, accumulate, rows, output
         *(w.packed.data_ptr(), x.data_ptr(), None, 0, 0, accumulate),
         *(rows, x.shape[1], y.shape[1], y.data_ptr()),
     )
-    library = native.library()
-    assert library is not None
-    assert library.ptq_linear(byref(args), 2) == 0
+    assert native.loaded().ptq_linear(byref(args), 2) == 0
     assert torch.equal(y, want)

@@ -25,8 +25,11 @@ MEMORY = (
 )
 THREADS = ("-fsanitize=thread", "-pthread", "-g1", "-O1")
 FOLDER = Path(__file__).parent
-FILES = [*sorted(FOLDER.glob("test_native_*.py")), FOLDER / "test_linear.py"]
-FILES += [FOLDER / "test_attention.py", FOLDER / "test_elementwise.py"]
+FILES = [
+    *sorted(FOLDER.glob("test_native_*.py")),
+    FOLDER / "test_linear.py",
+    FOLDER / "test_attention.py",
+]
 DECODER = FOLDER.parents[1] / "inference" / "cpu"
 
 

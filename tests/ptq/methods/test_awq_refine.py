@@ -10,9 +10,8 @@ from ptq.methods.common.rounding import round_to_nearest
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.refine import Adjustable, Cost, Refine, RefineSpec
 from ptq.methods.rtn import RoundToNearest, RTNSpec
-from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import observe
-from tests.ptq.quantizing import make_plan, observed_work, random_tokens, with_gradients
+from tests.ptq.quantizing import make_plan, observed_work, quantized, solved, with_gradients
 
 W4 = PRESETS["w4"]
 
@@ -30,9 +29,7 @@ def test_awq_keeps_the_function_and_lowers_the_error(tiny_llama, tmp_path, prese
     plan = make_plan(tiny_llama, tmp_path, PRESETS[preset], methods=(spec, RTNSpec()))
     work = observed_work(plan)
     before = [work.block.run(sample) for sample in range(3)]
-    method = AWQ(spec)
-    observe(work, [method])
-    method.solve(work)
+    method = solved(work, AWQ(spec))
     assert len(work.smoothing) == 4
     for row in work.smoothing:
         assert [c.alpha for c in row.candidates] == [None, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -65,7 +62,7 @@ def test_refinement_may_lower_what_the_error_costs_the_model(tiny_llama, tmp_pat
         with quantized_block(work):
             outputs = [work.block.run(sample) for sample in range(len(targets))]
         pairs = enumerate(zip(outputs, targets, strict=True))
-        return sum(count(x - y, i).square().sum().item() for i, (x, y) in pairs)
+        return sum(count(x, y, i).square().sum().item() for i, (x, y) in pairs)
 
     before = error()
     method.solve(work)
@@ -97,8 +94,7 @@ def test_refinement_lowers_the_error_of_the_block(tiny_llama, tmp_path, scheme):
     spec = RefineSpec(iterations=12, batch=3, learning_rate=0.02)
     work = refined(make_plan(tiny_llama, tmp_path, scheme, methods=(RTNSpec(), spec)))
     before = block_error(work)
-    method = Refine(spec)
-    method.solve(work)
+    method = solved(work, Refine(spec), see=False)
     old = dict(work.quantized)
     method.commit(work)
     after = block_error(work)
@@ -116,8 +112,7 @@ def test_what_does_not_get_better_stays(tiny_llama, tmp_path):
     spec = RefineSpec(iterations=1, batch=1, learning_rate=1.0)
     work = refined(make_plan(tiny_llama, tmp_path, W4, methods=(RTNSpec(), spec)))
     old = dict(work.quantized)
-    method = Refine(spec)
-    method.solve(work)
+    method = solved(work, Refine(spec), see=False)
     method.commit(work)
     assert work.quantized == old
     assert [event.kind for event in work.events] == ["fallback"]
@@ -141,8 +136,7 @@ def test_refined_runs_are_equal_and_better(tiny_llama, tmp_path):
     spec = RefineSpec(iterations=20, batch=3)
     found = []
     for name in ("a", "b"):
-        plan = make_plan(tiny_llama, tmp_path / name, W4, methods=(GPTQSpec(), spec))
-        result = quantize_tokens(plan, random_tokens(), progress=False)
+        result = quantized(tiny_llama, tmp_path / name, W4, methods=(GPTQSpec(), spec))
         found.append((result.checkpoint / "model.safetensors").read_bytes())
         assert "output_mse, refined" in {row.statistic for row in result.scale_table.entries}
     assert found[0] == found[1]

@@ -6,9 +6,8 @@ import torch
 from formats.errors import RecipeError
 from ptq.methods.clip import Clip, ClipSpec
 from ptq.methods.rtn import RTNSpec
-from ptq.pipeline.driver import quantize_tokens
 from ptq.recipe.reading import load_recipe
-from tests.ptq.quantizing import make_plan, observed_work, random_tokens
+from tests.ptq.quantizing import make_plan, observed_work, quantized, solved
 
 METHODS = (ClipSpec(search_samples=3), RTNSpec())
 DOWN = "model.layers.0.mlp.down_proj"
@@ -41,8 +40,7 @@ def test_it_takes_the_factor_of_least_error(tiny_llama, tmp_path):
     work = observed_work(make_plan(tiny_llama, tmp_path, "a8w8", methods=METHODS))
     rare = work.observed(DOWN, "input")
     rare.channel_absmax *= 4  # as if one value that matters little had been seen
-    method = Clip(METHODS[0])
-    method.solve(work)
+    method = solved(work, Clip(METHODS[0]), see=False)
     factors = (1.0, *METHODS[0].factors)
     errors = {factor: block_error(work, DOWN, factor) for factor in factors}
     best = min(errors, key=lambda factor: errors[factor])
@@ -54,8 +52,7 @@ def test_it_takes_the_factor_of_least_error(tiny_llama, tmp_path):
 
 
 def test_layers_of_one_input_share_a_range_and_the_table_tells(tiny_llama, tmp_path):
-    plan = make_plan(tiny_llama, tmp_path / "out", "a8w8", methods=METHODS)
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = quantized(tiny_llama, tmp_path / "out", "a8w8", methods=METHODS)
     rows = {e.module: e for e in result.scale_table.entries if e.role == "input"}
     q, k, v = (rows[f"model.layers.1.self_attn.{part}_proj"] for part in "qkv")
     assert q.scale_min == k.scale_min == v.scale_min

@@ -31,8 +31,7 @@ def test_errors_of_a_step_cost_what_the_rest_cannot_make_up_for():
 @pytest.mark.parametrize("scheme", ["w4", "w8"])
 @pytest.mark.parametrize("method", [TwoSided(TwoSidedSpec()), GPTQ(GPTQSpec())])
 def test_it_comes_near_what_the_layers_of_a_block_cost(tiny_llama, tmp_path, scheme, method):
-    plan = make_plan(tiny_llama, tmp_path, PRESETS[scheme], methods=(method.spec,))
-    work = fisher_work(plan)
+    work = fisher_work(make_plan(tiny_llama, tmp_path, PRESETS[scheme], methods=(method.spec,)))
     expected = dict(method.feedback(work))
     method.solve(work)
     assert set(expected) == set(work.targets)

@@ -17,6 +17,12 @@ from tests.ptq.quantizing import fold_alpha, make_plan, observed_work
 from tests.tiny_families import TINY
 
 MODELS = TINY | {"olmo2": {}, "phi3": {}}
+LIKE_LLAMA = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"num_key_value_heads": 1},
+}
 BOTH = {"attention_input", "attention_output", "mlp_input", "mlp_output"}
 UNSMOOTHED = {"olmo2": BOTH - {"attention_output", "mlp_output"}}
 UNSMOOTHED["olmo3"] = UNSMOOTHED["olmo2"]  # no norm before, which could be divided
@@ -43,11 +49,12 @@ def assert_same(work, before: list[torch.Tensor], most: float = 1e-5) -> None:
         assert relative(found, wanted) < most
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", MODELS | LIKE_LLAMA)
 def test_every_group_is_smoothed_through_its_own_source(make_model, tmp_path, kind):
-    plan = make_plan(make_model(kind, **MODELS[kind]), tmp_path)
+    plan = make_plan(make_model(kind, **(MODELS | LIKE_LLAMA)[kind]), tmp_path)
     for index in range(2):
         work = observed_work(plan, index)
+        norm = work.block.module.input_layernorm.weight.clone() if kind in LIKE_LLAMA else None
         before, sources = outputs(work), {group.source for group in work.groups}
         assert {group.kind for group in work.groups} == BOTH - UNSMOOTHED.get(kind, set())
         after = BY_TYPE[kind].norms.after
@@ -56,11 +63,17 @@ def test_every_group_is_smoothed_through_its_own_source(make_model, tmp_path, ki
             folding = fold_alpha(group, 0.7)
             assert folding.scale.max() / folding.scale.min() > 1.5
             group.commit(folding)
-        assert_same(work, before)
+        assert_same(work, before, 3e-6 if kind in LIKE_LLAMA else 1e-5)
         for name, tensor in work.folded.items():  # what is stored is what was computed with
             module, _, leaf = name.rpartition(".")
             assert tensor.dtype == torch.bfloat16
             assert torch.equal(work.module(module).get_parameter(leaf), tensor.float())
+        if kind in LIKE_LLAMA:
+            divided = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+            assert not torch.equal(work.module(f"{work.block.name}.input_layernorm").weight, norm)
+            divided |= {"self_attn.v_proj.bias"} if kind in ("llama", "qwen2") else set()
+            divided |= {"mlp.up_proj.bias"} if kind == "llama" else set()
+            assert set(work.folded) == {f"{work.block.name}.{name}" for name in divided}
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "glm4"])

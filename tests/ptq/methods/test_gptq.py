@@ -14,7 +14,7 @@ from ptq.methods.common.rounding import choose_qparams
 from ptq.methods.gptq import GPTQ, GPTQSpec, gptq, inverse_factor
 from ptq.pipeline.passes import observe
 from ptq.plan.describe import explain
-from tests.ptq.quantizing import edit_model, make_plan, observed_work
+from tests.ptq.quantizing import edit_model, make_plan, observed_work, solved
 
 W4 = WeightSpec(dtype="int4", granularity="group", group_size=32)
 SPECS = (
@@ -106,9 +106,7 @@ def test_sweeps_after_gptq_lower_the_error_further(tiny_llama, tmp_path):
     plan = make_plan(tiny_llama, tmp_path, PRESETS["fp8_block"], methods=(GPTQSpec(),))
     work, found = observed_work(plan), []
     for sweeps in (0, 2):
-        method = GPTQ(GPTQSpec(sweeps=sweeps))
-        observe(work, [method])
-        method.solve(work)
+        method = solved(work, GPTQ(GPTQSpec(sweeps=sweeps)))
         found.append(
             {
                 name: output_errors(
@@ -165,11 +163,8 @@ def test_damping_climbs_until_the_hessian_factors():
 
 
 def test_layers_of_one_input_are_solved_as_each_alone(tiny_llama, tmp_path):
-    plan = make_plan(tiny_llama, tmp_path, PRESETS["w4"], methods=(GPTQSpec(),))
-    work = observed_work(plan)
-    method = GPTQ(GPTQSpec())
-    observe(work, [method])
-    method.solve(work)
+    work = observed_work(make_plan(tiny_llama, tmp_path, PRESETS["w4"], methods=(GPTQSpec(),)))
+    method = solved(work, GPTQ(GPTQSpec()))
     together = dict(method.solved)
     name = "model.layers.0.self_attn.k_proj"
     assert set(together) == set(work.targets)
@@ -180,11 +175,8 @@ def test_layers_of_one_input_are_solved_as_each_alone(tiny_llama, tmp_path):
 
 
 def test_it_beats_rounding_in_every_layer(tiny_llama, tmp_path):
-    plan = make_plan(tiny_llama, tmp_path, PRESETS["w4"], methods=(GPTQSpec(),))
-    work = observed_work(plan)
-    method = GPTQ(GPTQSpec(scale="absmax"))
-    observe(work, [method])
-    method.solve(work)
+    work = observed_work(make_plan(tiny_llama, tmp_path, PRESETS["w4"], methods=(GPTQSpec(),)))
+    method = solved(work, GPTQ(GPTQSpec(scale="absmax")))
     for name, layer in method.solved.items():
         weight, hessian = work.block.linears[name].weight, work.second_moments(name)
         stored = layer.weight
@@ -204,9 +196,7 @@ def test_dead_inputs_and_a_fallback_are_handled(tiny_llama, tmp_path):
 
     model = edit_model(tiny_llama, tmp_path / "dead", kill)
     work = observed_work(make_plan(model, tmp_path / "out", PRESETS["w4"], methods=(GPTQSpec(),)))
-    method = GPTQ(GPTQSpec())
-    observe(work, [method])
-    method.solve(work)
+    method = solved(work, GPTQ(GPTQSpec()))
     assert torch.isfinite(method.solved["model.layers.0.mlp.down_proj"].dequantized()).all()
     name = "model.layers.0.self_attn.o_proj"
     work.moments._sums[name] = -torch.eye(128)
@@ -227,16 +217,15 @@ def test_every_integer_scheme_goes_through(tiny_llama, tmp_path):
 
 
 def test_schemes_that_no_kernel_runs_are_refused():
-    for weights, activations, word in (
-        ({"dtype": "int4", "granularity": "group", "group_size": 16}, None, "group_size"),
-        ({"dtype": "fp8_e4m3", "granularity": "group", "group_size": 128}, None, "groups"),
-        ({"dtype": "fp8_e4m3", "symmetric": False}, None, "zero point"),
-        ({"dtype": "int8", "granularity": "block"}, None, "per_channel"),
-        ({"dtype": "int8", "symmetric": False, "zero_points": "float"}, None, "in groups"),
+    for weights, word in (
+        ({"dtype": "int4", "granularity": "group", "group_size": 16}, "group_size"),
+        ({"dtype": "fp8_e4m3", "granularity": "group", "group_size": 128}, "groups"),
+        ({"dtype": "fp8_e4m3", "symmetric": False}, "zero point"),
+        ({"dtype": "int8", "granularity": "block"}, "per_channel"),
+        ({"dtype": "int8", "symmetric": False, "zero_points": "float"}, "in groups"),
     ):
         with pytest.raises(ValueError, match=word):
             WeightSpec(**weights)
-        assert activations is None
     with pytest.raises(ValueError, match="same kind"):
         Scheme(weights=WeightSpec(dtype="fp8_e4m3"), activations=ActivationSpec())
     with pytest.raises(ValueError, match="per_token"):

@@ -9,10 +9,10 @@ from formats.scheme import LayerScheme, Scheme, WeightSpec
 from inference.engine import Engine
 from kernels.numerics import TYPES, block_view, dequantize, quantize
 from ptq.methods.common.rounding import choose_qparams
+from ptq.methods.common.spec import PlannedLayer
 from ptq.methods.hqq import HQQSpec, half_quadratic, shrink
-from ptq.pipeline.driver import quantize_tokens
 from ptq.recipe.reading import load_recipe
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import quantized
 
 GROUPS = WeightSpec(dtype="int4", granularity="group", group_size=32)
 SPECS = {
@@ -90,8 +90,7 @@ def test_a_block_of_zeros_keeps_a_positive_scale():
 def test_a_checkpoint_is_made_without_data_and_runs(kind, tiny_llama, tmp_path):
     two_level = GROUPS.model_copy(update={"two_level": True})
     scheme = Scheme(weights=SPECS.get(kind, two_level))
-    plan = make_plan(tiny_llama, tmp_path / "out", scheme, methods=(HQQSpec(),))
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = quantized(tiny_llama, tmp_path / "out", scheme, methods=(HQQSpec(),))
     assert {row.statistic for row in result.scale_table.entries} == {"half-quadratic"}
     assert Checkpoint.open(result.checkpoint, verify=True).scheme == scheme
     engine = Engine.from_pretrained(result.checkpoint)
@@ -108,8 +107,9 @@ def test_weights_that_are_no_integers_are_refused(tmp_path):
 
 
 def test_what_it_does_to_a_layer_is_told():
-    symmetric, free = (LayerScheme(weights=SPECS[k]) for k in ("int4", "int4 asymmetric"))
-    assert list(HQQSpec().explain("q_proj", symmetric, ())) == [
-        "hqq: rounded, scales by 20 half-quadratic steps"
-    ]
-    assert "zero points and scales" in next(iter(HQQSpec().explain("q_proj", free, ())))
+    (symmetric,), (free,) = (
+        HQQSpec().explain(PlannedLayer("q_proj", LayerScheme(weights=SPECS[kind])))
+        for kind in ("int4", "int4 asymmetric")
+    )
+    assert symmetric == "hqq: rounded, scales by 20 half-quadratic steps"
+    assert "zero points and scales" in free

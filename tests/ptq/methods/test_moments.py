@@ -18,9 +18,9 @@ def test_half_of_the_product_is_all_of_it(width):
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(90, width, generator=generator)
     moments = Moments({"a": "a", "b": "a"}, ["b"], full=True)
-    moments.observe("a", x[:50])
+    moments.add("a", x[:50])
     first = moments.of("b")
-    moments.observe("a", x[50:])
+    moments.add("a", x[50:])
     for found, seen in ((first, x[:50]), (moments.of("b"), x)):
         expected = seen.double().T @ seen.double() / len(seen)
         assert torch.allclose(found.double(), expected, atol=1e-6)
@@ -28,8 +28,7 @@ def test_half_of_the_product_is_all_of_it(width):
 
 
 def test_moments_tell_what_all_samples_would(tiny_llama, tmp_path, monkeypatch):
-    plan = make_plan(tiny_llama, tmp_path, PRESETS["w4"], methods=(GPTQSpec(),))
-    work = observed_work(plan)
+    work = observed_work(make_plan(tiny_llama, tmp_path, PRESETS["w4"], methods=(GPTQSpec(),)))
     observe(work, [GPTQ(GPTQSpec())])
     layers = round_to_nearest(work)
     told = measure(work, layers)

@@ -27,7 +27,9 @@ from tests.ptq.quantizing import (
     fold_alpha,
     make_plan,
     observed_work,
+    quantized,
     random_tokens,
+    solved,
     stopped_run,
 )
 
@@ -150,8 +152,7 @@ def test_outliers_of_the_experts_input_are_smoothed_in_the_checkpoint(make_model
 
     model = edit_model(make_model("mixtral", **MOE["mixtral"]), tmp_path / "outliers", change)
     methods = (SmoothQuantSpec(alphas=(0.8,), search_samples=2), RTNSpec())
-    plan = make_plan(model, tmp_path / "out", "a8w8", methods=methods)
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = quantized(model, tmp_path / "out", "a8w8", methods=methods)
     before, after = Checkpoint.open(model), Checkpoint.open(result.checkpoint)
     for block in ("model.layers.0", "model.layers.1"):
         names = f"{block}.post_attention_layernorm.weight", f"{block}.block_sparse_moe.gate.weight"
@@ -171,9 +172,9 @@ def test_experts_of_a_block_get_one_strength(make_model, tmp_path):
     """Found by one search; each expert has factors of its own."""
     model = make_model("qwen2_moe", **MOE["qwen2_moe"])
     work = observed_work(make_plan(model, tmp_path, "a8w8", methods=SMOOTH))
-    method = SmoothQuant(SmoothQuantSpec(search_samples=2, targets=("mlp_output",)))
-    method.prepare(work)
-    method.solve(work)
+    method = solved(
+        work, SmoothQuant(SmoothQuantSpec(search_samples=2, targets=("mlp_output",))), see=False
+    )
     moe = "model.layers.0.mlp"
     assert [row.source for row in work.smoothing] == [
         f"{moe}.experts.*.up_proj",
@@ -220,8 +221,7 @@ def starve(tensors: dict[str, torch.Tensor]) -> None:
 
 def test_an_expert_that_is_never_chosen_is_told_of_and_calibrated(make_model, tmp_path):
     model = edit_model(make_model("qwen3_moe", **MOE["qwen3_moe"]), tmp_path / "starved", starve)
-    plan = make_plan(model, tmp_path / "out", "w4", methods=(AWQSpec(steps=2), GPTQSpec()))
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = quantized(model, tmp_path / "out", "w4", methods=(AWQSpec(steps=2), GPTQSpec()))
     starved = [event for event in result.events if event.kind == "expert_starved"]
     experts = [f"model.layers.0.mlp.experts.{i}" for i in range(4, 8)]
     assert [event.module for event in starved] == experts
@@ -250,8 +250,7 @@ def test_both_kinds_of_source_give_the_same_bytes(make_model, tmp_path, family):
     stacked = stack_experts(source, tmp_path / "stacked", family)
     found = []
     for name, model in (("a", source), ("b", stacked)):
-        plan = make_plan(model, tmp_path / name, methods=SMOOTH)
-        found.append(quantize_tokens(plan, random_tokens(), progress=False))
+        found.append(quantized(model, tmp_path / name, methods=SMOOTH))
     assert files(found[0].checkpoint) == files(found[1].checkpoint)
     checkpoint = Checkpoint.open(found[0].checkpoint, verify=True)
     routers = [f"model.layers.0.{name}" for name in ROUTERS[family]]
@@ -273,8 +272,7 @@ def test_a_stopped_run_goes_on(make_model, tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "SHARE", 1e9)
     model = make_model("mixtral", **MOE["mixtral"])
     methods = (AWQSpec(steps=2, search_samples=2), GPTQSpec(), RefineSpec(iterations=2, batch=2))
-    whole = make_plan(model, tmp_path / "whole", "w4", methods=methods)
-    expected = quantize_tokens(whole, random_tokens(), progress=False)
+    expected = quantized(model, tmp_path / "whole", "w4", methods=methods)
     plan = make_plan(model, tmp_path / "out", "w4", methods=methods)
     with stopped_run(by=KeyboardInterrupt):
         quantize_tokens(plan, random_tokens(), progress=False)

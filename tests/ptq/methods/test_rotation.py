@@ -22,7 +22,15 @@ from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import describe_plan, explain
 from tests.experts import MOE
-from tests.ptq.quantizing import edit_model, make_plan, random_tokens, stopped_run
+from tests.ptq.quantizing import (
+    divergence,
+    edit_model,
+    make_plan,
+    quantized,
+    random_tokens,
+    scored,
+    stopped_run,
+)
 
 MODELS = {
     "llama": {"attention_bias": True, "mlp_bias": True, "hidden_size": 96, "head_dim": 24},
@@ -129,10 +137,8 @@ def test_outliers_of_the_residual_stream_are_spread(make_model, tmp_path, preset
     expected = logits(model).log_softmax(-1)
     found = {}
     for name, methods in {"plain": (RTNSpec(),), "rotated": ROTATED_RTN}.items():
-        plan = make_plan(model, tmp_path / name, preset, methods=methods)
-        result = quantize_tokens(plan, random_tokens(), progress=False)
-        scored = Engine.from_pretrained(result.checkpoint).score(IDS[0]).log_softmax(-1)
-        found[name] = (expected.exp() * (expected - scored)).sum(-1).mean().item()
+        result = quantized(model, tmp_path / name, preset, methods=methods)
+        found[name] = divergence(expected, scored(result.checkpoint, IDS[0]))
     assert found["rotated"] < found["plain"] / 2
 
 
@@ -165,8 +171,7 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(tiny_llama, tmp_path, monkeyp
     methods = (RotationSpec(), SmoothQuantSpec(alphas=(0.8,), search_samples=2), RTNSpec())
 
     def run(folder: str):
-        plan = make_plan(tiny_llama, tmp_path / folder, methods=methods)
-        return quantize_tokens(plan, random_tokens(), progress=False)
+        return quantized(tiny_llama, tmp_path / folder, methods=methods)
 
     expected = run("whole")
     with stopped_run():

@@ -9,7 +9,7 @@ from ptq.methods.common.block import replaced
 from ptq.methods.common.rounding import round_to_nearest
 from ptq.methods.rtn import RoundToNearest, RTNSpec
 from ptq.recipe.schema import ObserversSpec
-from tests.ptq.quantizing import make_plan, observed_work, per_channel
+from tests.ptq.quantizing import make_plan, observed_work, per_channel, solved
 
 RTN = (RTNSpec(),)
 
@@ -77,9 +77,7 @@ def test_dynamic_inputs_have_no_scale(tiny_llama, tmp_path):
 def test_only_commit_hands_over(tiny_llama, tmp_path):
     work = observed_work(make_plan(tiny_llama, tmp_path, methods=RTN))
     before = {name: linear.weight.clone() for name, linear in work.block.linears.items()}
-    method = RoundToNearest(RTNSpec())
-    method.prepare(work)
-    method.solve(work)
+    method = solved(work, RoundToNearest(RTNSpec()), see=False)
     assert not work.quantized
     method.commit(work)
     assert set(work.quantized) == set(before)

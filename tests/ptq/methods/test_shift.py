@@ -6,7 +6,6 @@ from transformers import AutoModelForCausalLM
 
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
-from inference.engine import Engine
 from ptq.methods.common.float_model import config_of
 from ptq.methods.registry import view_of
 from ptq.methods.rotation import RotationSpec
@@ -15,7 +14,7 @@ from ptq.methods.shift import Shift, ShiftSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import block_work, observe
-from tests.ptq.quantizing import edit_model, make_plan, random_tokens
+from tests.ptq.quantizing import divergence, edit_model, make_plan, random_tokens, scored
 
 IDS = torch.arange(1, 60) * 7 % 384
 SHIFTED = (ShiftSpec(), RTNSpec())
@@ -81,7 +80,7 @@ def test_it_lowers_the_error_and_others_open_the_checkpoint(make_model, tmp_path
     model = make_model("llama", tie_word_embeddings=False)
     model = edit_model(model, tmp_path / "model", plant)
     smooth = SmoothQuantSpec(alpha=0.5, search_samples=2)
-    exact, found = Engine.from_pretrained(model).score(IDS).log_softmax(-1), {}
+    exact, found = scored(model, IDS), {}
     for name, methods in {
         "plain": (RTNSpec(),),
         "shifted": SHIFTED,
@@ -93,18 +92,16 @@ def test_it_lowers_the_error_and_others_open_the_checkpoint(make_model, tmp_path
         sizes = sum(checkpoint.tensor(n).nbytes for n in checkpoint.names())
         sizes += sum(s.nbytes for pair in checkpoint.kv_scales.values() for s in pair)
         assert plan.prediction.checkpoint_bytes == sizes
-        scored = Engine.from_pretrained(result.checkpoint).score(IDS).log_softmax(-1)
-        found[name] = (exact.exp() * (exact - scored)).sum(-1).mean().item()
+        found[name] = divergence(exact, scored(result.checkpoint, IDS))
         if name != "plain":
             assert checkpoint.config["attention_bias"] is True
             theirs = AutoModelForCausalLM.from_pretrained(result.checkpoint, dtype=torch.float32)
             bias = theirs.model.layers[1].self_attn.o_proj.bias
-            assert torch.equal(
-                bias, checkpoint.tensor("model.layers.1.self_attn.o_proj.bias").float()
-            )
+            stored = checkpoint.tensor("model.layers.1.self_attn.o_proj.bias")
+            assert torch.equal(bias, stored.float())
             with torch.no_grad():
                 logits = theirs(IDS[None]).logits[0].log_softmax(-1)
-            assert (exact.exp() * (exact - logits)).sum(-1).mean().item() < 2 * found["plain"]
+            assert divergence(exact, logits) < 2 * found["plain"]
     assert found["shifted"] < 0.8 * found["plain"]
     assert found["all"] < found["plain"]
 

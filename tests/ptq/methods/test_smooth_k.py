@@ -1,7 +1,5 @@
 """K smoothing: factors that keep the function and spare the cache its outliers."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -10,13 +8,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from calibrate.attention import ATTENTION
 from formats.checkpoint.read import Checkpoint
 from formats.scheme import PRESETS, KVCacheSpec, Scheme
-from inference.engine import Engine
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smooth_k import SmoothK, SmoothKSpec, key_factors
 from ptq.methods.smoothquant import SmoothQuantSpec
-from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import observe
-from tests.ptq.quantizing import edit_model, make_plan, observed_work, random_tokens
+from tests.ptq.quantizing import (
+    IDS,
+    divergence,
+    edit_model,
+    make_plan,
+    observed_work,
+    quantized,
+    scored,
+    solved,
+)
 
 FAMILIES = {
     "llama": {"num_attention_heads": 6, "head_dim": 24, "hidden_size": 96},
@@ -24,7 +29,6 @@ FAMILIES = {
     "qwen3": {},
     "mistral": {"num_key_value_heads": 1},
 }
-IDS = torch.arange(1, 90) * 7 % 384
 
 
 def plant(tensors: dict[str, torch.Tensor]) -> None:
@@ -36,11 +40,6 @@ def plant(tensors: dict[str, torch.Tensor]) -> None:
             tensor[[5, 9]] *= 20
         if name.endswith("q_proj.weight"):
             tensor[[5, 9]] /= 16
-
-
-def divergence(found: Path, exact: Path) -> float:
-    a, b = (Engine.from_pretrained(model).score(IDS).log_softmax(-1) for model in (exact, found))
-    return (a.exp() * (a - b)).sum(-1).mean().item()
 
 
 def test_factors_are_those_of_the_paper():
@@ -62,8 +61,7 @@ def test_the_function_stays(make_model, tmp_path, family, scheme):
     work = observed_work(make_plan(model, tmp_path / "out", PRESETS[scheme], methods=methods))
     seen = work.observed(work.block.attention, "k_cache").channel_absmax.clone()
     before = [work.block.run(sample) for sample in range(3)]
-    method = SmoothK(SmoothKSpec(alpha=1.0))
-    method.solve(work)
+    method = solved(work, SmoothK(SmoothKSpec(alpha=1.0)), see=False)
     normed = family == "qwen3"
     rounded = scheme == "c8" or family in ("qwen2", "qwen3")
     basis = seen.amax(dim=0, keepdim=True).expand_as(seen) if normed else seen
@@ -95,9 +93,8 @@ def test_alone_it_spares_the_cache_and_others_open_the_checkpoint(
     model = edit_model(tiny_llama, tmp_path / "model", plant)
     scheme, found = Scheme(kv_cache=KVCacheSpec(granularity=granularity)), {}
     for name, methods in {"plain": (), "smooth": (SmoothKSpec(),)}.items():
-        plan = make_plan(model, tmp_path / name, scheme, methods=methods)
-        result = quantize_tokens(plan, random_tokens(), progress=False)
-        found[name] = divergence(result.checkpoint, model)
+        result = quantized(model, tmp_path / name, scheme, methods=methods)
+        found[name] = divergence(scored(model), scored(result.checkpoint))
     assert found["smooth"] < 0.7 * found["plain"]
     assert {row.source for row in result.smoothing} == {
         f"model.layers.{i}.self_attn.k_proj" for i in range(2)
@@ -116,16 +113,15 @@ def test_alone_it_spares_the_cache_and_others_open_the_checkpoint(
 def test_static_scales_are_those_of_the_smoothed_keys(tiny_llama, tmp_path):
     model = edit_model(tiny_llama, tmp_path / "model", plant)
     methods = (SmoothQuantSpec(alphas=(0.8,), search_samples=2), SmoothKSpec(), RTNSpec())
-    plan = make_plan(model, tmp_path / "out", methods=methods)
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = quantized(model, tmp_path / "out", methods=methods)
     name = "model.layers.0.self_attn"
     stats = next(r for r in result.scale_table.entries if r.tensor == f"{name}.k_scale")
     k, _ = Checkpoint.open(result.checkpoint).kv_scales[name]
     assert k.max().item() == pytest.approx(stats.absmax / 127, rel=1e-6)
-    plain = make_plan(model, tmp_path / "plain", methods=(methods[0], methods[2]))
-    other = quantize_tokens(plain, random_tokens(), progress=False)
+    other = quantized(model, tmp_path / "plain", methods=(methods[0], methods[2]))
     assert k.max() < Checkpoint.open(other.checkpoint).kv_scales[name][0].max() / 3
-    assert divergence(result.checkpoint, model) < divergence(other.checkpoint, model)
+    exact, ours, theirs = map(scored, (model, result.checkpoint, other.checkpoint))
+    assert divergence(exact, ours) < divergence(exact, theirs)
 
 
 def attention_reads(work, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,8 +164,7 @@ def test_turned_keys_get_factors_by_power(make_model, tmp_path, family, compensa
     ratio = (power**3 / asked) ** 0.5 if compensated else power / asked
     basis = torch.cat((ratio, ratio), dim=1) ** 0.25
     basis = basis.amax(dim=0, keepdim=True).expand_as(basis) if family == "qwen3" else basis
-    method = SmoothK(SmoothKSpec(alphas=(1.0,)))
-    method.solve(work)
+    method = solved(work, SmoothK(SmoothKSpec(alphas=(1.0,))), see=False)
     wanted = key_factors(basis, 1.0, work.pairs, exact=True)
     assert method.factors is not None  # the cache loses less with them
     assert torch.equal(method.factors, wanted)
@@ -193,11 +188,9 @@ def test_moments_are_those_of_all_queries_that_read_a_head(make_model, tmp_path,
 
 
 def test_turned_keys_are_left_alone_where_no_sample_shows_queries(tiny_llama, tmp_path):
-    plan = make_plan(tiny_llama, tmp_path, PRESETS["c4"], methods=(SmoothKSpec(),))
-    work = observed_work(plan)
+    work = observed_work(make_plan(tiny_llama, tmp_path, PRESETS["c4"], methods=(SmoothKSpec(),)))
     work.block.inputs.clear()
-    method = SmoothK(SmoothKSpec(alpha=0.5))
-    method.solve(work)
+    method = solved(work, SmoothK(SmoothKSpec(alpha=0.5)), see=False)
     (row,) = work.smoothing
     assert row.alpha is None
     assert method.factors is None
@@ -206,9 +199,8 @@ def test_turned_keys_are_left_alone_where_no_sample_shows_queries(tiny_llama, tm
 def test_an_int4_cache_loses_less(tiny_llama, tmp_path):
     model, found = edit_model(tiny_llama, tmp_path / "model", plant), {}
     for name, methods in {"plain": (), "smooth": (SmoothKSpec(),)}.items():
-        plan = make_plan(model, tmp_path / name, PRESETS["c4"], methods=methods)
-        result = quantize_tokens(plan, random_tokens(), progress=False)
-        found[name] = divergence(result.checkpoint, model)
+        result = quantized(model, tmp_path / name, PRESETS["c4"], methods=methods)
+        found[name] = divergence(scored(model), scored(result.checkpoint))
     assert found["smooth"] < 0.7 * found["plain"]
     assert {row.alpha for row in result.smoothing} != {None}
 
@@ -226,8 +218,7 @@ def test_a_mean_that_the_cache_subtracts_decides_nothing(make_model, tmp_path):
         model = edit_model(make_model("qwen2"), tmp_path / name, change)
         plan = make_plan(model, tmp_path / f"{name}-out", PRESETS["c4"], methods=(SmoothKSpec(),))
         work = observed_work(plan)
-        method = SmoothK(SmoothKSpec(alphas=(1.0,)))
-        method.solve(work)
+        solved(work, SmoothK(SmoothKSpec(alphas=(1.0,))), see=False)
         choices.append(work.smoothing[0])
     plain, moved = choices
     assert {c.alpha for c in moved.candidates} == {None, 1.0}
@@ -240,8 +231,7 @@ def test_what_does_not_help_is_left_alone(tiny_llama, tmp_path):
     scheme = Scheme(kv_cache=KVCacheSpec(granularity="per_channel"))
     work = observed_work(make_plan(tiny_llama, tmp_path, scheme, methods=(SmoothKSpec(),)))
     before = {name: p.clone() for name, p in work.block.module.named_parameters()}
-    method = SmoothK(SmoothKSpec())
-    method.solve(work)
+    method = solved(work, SmoothK(SmoothKSpec()), see=False)
     method.commit(work)
     (row,) = work.smoothing
     assert row.alpha is None

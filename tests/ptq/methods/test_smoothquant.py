@@ -30,14 +30,8 @@ from tests.ptq.quantizing import (
     make_plan,
     observed_work,
     per_channel,
+    solved,
 )
-
-FAMILIES = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"num_key_value_heads": 1},
-}
 
 
 def methods(**options) -> tuple:
@@ -95,33 +89,6 @@ def test_query_heads_of_a_group_read_one_kv_head():
     expected = kv.repeat_interleave(4, dim=0).flatten()  # as transformers' repeat_kv
     assert torch.equal(source_channel(6, 24, head_dim=3), expected)
     assert torch.equal(source_channel(6, 6, head_dim=3), torch.arange(6))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_smoothing_preserves_the_float_function(make_model, tmp_path, family):
-    plan = make_plan(make_model(family, **FAMILIES[family]), tmp_path, methods=methods())
-    work = observed_work(plan)
-    before = [work.block.run(sample) for sample in range(3)]
-    norm = work.module("model.layers.0.input_layernorm").get_parameter("weight").clone()
-    assert {group.kind for group in work.groups} == set(SmoothQuantSpec().targets)
-    for group in [SmoothedGroup(work, group) for group in work.groups]:
-        folding = fold_alpha(group, 0.7)
-        assert folding.scale.max() / folding.scale.min() > 1.5
-        group.commit(folding)
-    for sample, expected in enumerate(before):
-        error = (work.block.run(sample) - expected).norm() / expected.norm()
-        assert error < 3e-6
-    assert not torch.equal(
-        work.module("model.layers.0.input_layernorm").get_parameter("weight"), norm
-    )
-    for name, tensor in work.folded.items():
-        module, _, leaf = name.rpartition(".")
-        assert tensor.dtype == torch.bfloat16
-        assert torch.equal(work.module(module).get_parameter(leaf), tensor.float())
-    vectors = {"input_layernorm.weight", "post_attention_layernorm.weight"}
-    vectors |= {"self_attn.v_proj.bias"} if family in ("llama", "qwen2") else set()
-    vectors |= {"mlp.up_proj.bias"} if family == "llama" else set()
-    assert set(work.folded) == {f"model.layers.0.{name}" for name in vectors}
 
 
 def test_sink_tokens_are_not_rounded_by_one_channel(tiny_llama, tmp_path):
@@ -269,9 +236,7 @@ def test_trials_leave_the_block_as_it_was(tiny_llama, tmp_path):
     work = observed_work(make_plan(tiny_llama, tmp_path, methods=methods()))
     before = {name: p.clone() for name, p in work.block.module.named_parameters()}
     output = work.block.run(0)
-    method = SmoothQuant(SmoothQuantSpec(search_samples=2))
-    method.prepare(work)
-    method.solve(work)
+    method = solved(work, SmoothQuant(SmoothQuantSpec(search_samples=2)), see=False)
     assert all(torch.equal(p, before[n]) for n, p in work.block.module.named_parameters())
     assert torch.equal(work.block.run(0), output)
     method.commit(work)
@@ -284,9 +249,7 @@ def test_trials_leave_the_block_as_it_was(tiny_llama, tmp_path):
 def test_search_finds_the_outliers_of_down_proj(tiny_llama, tmp_path):
     model = edit_model(tiny_llama, tmp_path / "outliers", add_outliers)
     work = observed_work(make_plan(model, tmp_path / "out", "a8w8", methods=methods()))
-    method = SmoothQuant(SmoothQuantSpec(search_samples=3))
-    method.prepare(work)
-    method.solve(work)
+    solved(work, SmoothQuant(SmoothQuantSpec(search_samples=3)), see=False)
     rows = {row.source: row for row in work.smoothing}
     assert len(rows) == 4
     for row in rows.values():
@@ -301,13 +264,10 @@ def test_search_finds_the_outliers_of_down_proj(tiny_llama, tmp_path):
 def test_a_strength_that_does_harm_is_not_applied(tiny_llama, tmp_path):
     """One token with an enormous value: all of it in the weights would drown the other columns."""
     spec = SmoothQuantSpec(alpha=1.0, search_samples=2, targets=("mlp_output",))
-    plan = make_plan(tiny_llama, tmp_path, "a8w8_dynamic", methods=(spec, RTNSpec()))
-    work = observed_work(plan)
+    work = observed_work(make_plan(tiny_llama, tmp_path, "a8w8_dynamic", methods=(spec, RTNSpec())))
     work.observed("model.layers.0.mlp.down_proj", "input").channel_absmax[0] = 1e4
     weight = work.module("model.layers.0.mlp.up_proj").get_parameter("weight").clone()
-    method = SmoothQuant(spec)
-    method.prepare(work)
-    method.solve(work)
+    method = solved(work, SmoothQuant(spec), see=False)
     method.commit(work)
     (row,) = work.smoothing
     assert row.alpha is None
@@ -381,9 +341,9 @@ def test_pieces_are_never_worse_and_keep_the_function(tiny_llama, tmp_path):
     for pieces in (1, 3):
         work = observed_work(make_plan(model, tmp_path / "out", "a8w8", methods=methods()))
         before = work.block.run(0)
-        method = SmoothQuant(SmoothQuantSpec(pieces=pieces, search_samples=3))
-        method.prepare(work)
-        method.solve(work)
+        method = solved(
+            work, SmoothQuant(SmoothQuantSpec(pieces=pieces, search_samples=3)), see=False
+        )
         method.commit(work)
         assert (work.block.run(0) - before).norm() / before.norm() < 3e-6
         errors[pieces] = [row.error for row in work.smoothing]

@@ -24,9 +24,8 @@ from ptq.methods.common.rounding import LEAST_HALF, choose_qparams, round_to_nea
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.refine import Adjustable, RefineSpec
 from ptq.methods.rtn import RTNSpec
-from ptq.pipeline.driver import quantize_tokens
 from tests.experts import MOE
-from tests.ptq.quantizing import make_plan, observed_work, random_tokens
+from tests.ptq.quantizing import make_plan, observed_work, quantized
 
 GROUPS = WeightSpec(dtype="int4", granularity="group", group_size=32, two_level=True)
 PLAIN = GROUPS.model_copy(update={"two_level": False})
@@ -112,25 +111,24 @@ def test_a_search_is_the_best_of_its_units_and_multiples(search) -> None:
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_every_method_keeps_two_levels(kind, tiny_llama, tmp_path) -> None:
-    plan = make_plan(tiny_llama, tmp_path, SCHEME, methods=METHODS[kind])
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = quantized(tiny_llama, tmp_path, SCHEME, methods=METHODS[kind])
     checkpoint = Checkpoint.open(result.checkpoint, verify=True)
     assert checkpoint.scheme == SCHEME
     for name, scale in layers_of(checkpoint).items():
         assert scale.shape[1] in (4, 8)
         assert two_level(scale) is not None, name
     if kind == "refine":
-        rounded = make_plan(tiny_llama, tmp_path / "rtn", SCHEME, methods=(RTNSpec(),))
         before = layers_of(
-            Checkpoint.open(quantize_tokens(rounded, random_tokens(), progress=False).checkpoint)
+            Checkpoint.open(
+                quantized(tiny_llama, tmp_path / "rtn", SCHEME, methods=(RTNSpec(),)).checkpoint
+            )
         )
         assert any(not torch.equal(s, before[name]) for name, s in layers_of(checkpoint).items())
 
 
 def test_experts_and_fused_layers(make_model, tmp_path) -> None:
     model = make_model("mixtral", **MOE["mixtral"])
-    plan = make_plan(model, tmp_path, SCHEME, methods=(GPTQSpec(),))
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = quantized(model, tmp_path, SCHEME, methods=(GPTQSpec(),))
     checkpoint = Checkpoint.open(result.checkpoint)
     assert sum(".experts." in name for name in checkpoint.quantized_modules) >= 12
     for scale in layers_of(checkpoint).values():
@@ -157,8 +155,11 @@ def test_refinement_that_moved_nothing_is_the_layer_itself(tiny_llama, tmp_path)
 @pytest.fixture(scope="module")
 def made(tiny_llama, tmp_path_factory):
     """A checkpoint with scales of two levels."""
-    plan = make_plan(tiny_llama, tmp_path_factory.mktemp("two"), SCHEME, methods=(GPTQSpec(),))
-    return Checkpoint.open(quantize_tokens(plan, random_tokens(), progress=False).checkpoint)
+    return Checkpoint.open(
+        quantized(
+            tiny_llama, tmp_path_factory.mktemp("two"), SCHEME, methods=(GPTQSpec(),)
+        ).checkpoint
+    )
 
 
 def test_layers_run_as_one_sum_of_integers(made) -> None:
@@ -209,18 +210,11 @@ def test_tools_name_them(made, capsys, tmp_path, tiny_llama) -> None:
     assert "stored as int4 weights group of 128, two-level scales" in capsys.readouterr().out
     assert diff.main([str(one), str(two)]) == 1
     assert capsys.readouterr().out == "scheme.weights.two_level: False -> True\n"
-    assert explain.main([str(one), "--set", "scheme.weights.two_level=true"]) == 0
+    levels = [str(one), "--set", "scheme.weights.two_level=true"]
+    assert explain.main(levels) == 0
     assert "two-level scales" in capsys.readouterr().out
     with pytest.raises(RecipeError, match="found two_level for int4 weights group of 128 or .* as"):
-        explain.main(
-            [
-                str(one),
-                "--set",
-                "scheme.weights.two_level=true",
-                "--set",
-                "scheme.weights.symmetric=false",
-            ]
-        )
+        explain.main([*levels, "--set", "scheme.weights.symmetric=false"])
 
 
 @pytest.mark.parametrize(
@@ -277,8 +271,11 @@ def test_other_software_takes_the_configuration(made) -> None:
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 def test_other_layouts_hold_the_same_scales(target, tiny_llama, tmp_path) -> None:
     """In fp16, exactly; of the two levels they tell no more than the scales do."""
-    plan = make_plan(tiny_llama, tmp_path / "run", Scheme(weights=GROUPS), methods=(RTNSpec(),))
-    source = Checkpoint.open(quantize_tokens(plan, random_tokens(), progress=False).checkpoint)
+    source = Checkpoint.open(
+        quantized(
+            tiny_llama, tmp_path / "run", Scheme(weights=GROUPS), methods=(RTNSpec(),)
+        ).checkpoint
+    )
     assert convert(source.path, tmp_path / "out", target).scale_rounding == 0.0
     convert(tmp_path / "out", tmp_path / "back", "compressed_tensors")
     back = Checkpoint.open(tmp_path / "back")

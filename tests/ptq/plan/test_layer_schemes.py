@@ -18,7 +18,7 @@ from ptq.methods.clip import Clip, ClipSpec
 from ptq.methods.common.block import quantized_block
 from ptq.methods.common.rounding import round_to_nearest
 from ptq.methods.gptq import GPTQSpec
-from ptq.methods.refine import RefineSpec, _rounded_inputs
+from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import resume
@@ -210,7 +210,7 @@ def test_refinement_sees_the_block_as_it_will_run(tiny_llama, tmp_path):
     weights = {down: work.quantized[down].dequantized()}  # the one that is not fp8
     with torch.no_grad(), quantized_block(work):
         expected = work.block.forward(x, 0)
-    with torch.no_grad(), _rounded_inputs(work):
+    with torch.no_grad(), quantized_block(work, refined=True):
         seen = work.block.forward(x, 0, weights)
     assert (seen - expected).norm() / expected.norm() < 1e-5
 
