@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +44,10 @@ class CpuBackend(OneProcess):
 
     device = torch.device("cpu")
     runs_drafters = same_bits = True
-    functions: ClassVar[Mapping[str, Callable[..., Any]]] = {}
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, fused: bool = True) -> None:
         self.dtype, self._fused = dtype, fused
+        self.functions: Mapping[str, Callable[..., Any]] = {}  # transformers' own
 
     def check(self, config: ModelConfig) -> None:
         """Every decoder that is described runs here."""

@@ -76,7 +76,7 @@ class FirstBackend:
     ) -> None:
         self._inner, self._config, self._start = inner, config, start
         self.device, self.dtype = inner.device, inner.dtype
-        self.same_bits = inner.same_bits
+        self.same_bits, self.functions = inner.same_bits, inner.functions
         # As on one device: these are of this rank alone.
         self.check, self.linear, self.experts = inner.check, inner.linear, inner.experts
         self.float_sinks, self.head_sizes = inner.float_sinks, inner.head_sizes

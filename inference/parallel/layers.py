@@ -163,6 +163,7 @@ class RankFactory(ABC):
         self._inner, self._shard, self._group, self._check = inner, shard, group, check
         self.device, self.dtype = inner.device, inner.dtype
         self.same_bits, self.check = inner.same_bits, inner.check
+        self.functions = inner.functions
 
     def linear(self, stored: StoredLinear) -> Any:
         """Pack a layer, as the rank has it."""

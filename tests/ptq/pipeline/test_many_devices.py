@@ -144,7 +144,7 @@ def test_a_sample_that_fails_ends_those_that_wait_for_it(tiny_llama, tmp_path, m
         if threading.current_thread().name.startswith("worker 1"):
             raise RecipeError("no")
 
-    monkeypatch.setattr("ptq.methods.common.moments.Moments.observe", fail)
+    monkeypatch.setattr("ptq.methods.common.moments.Moments.add", fail)
     with pytest.raises(RecipeError, match="no") as caught:
         run(tiny_llama, tmp_path / "out", "w4_gptq", 3)
     told = "It happened on worker 1 of 3 on cpu, running samples through model.layers.0."
