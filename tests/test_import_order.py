@@ -43,9 +43,9 @@ FLOORS = {
     "kernels.triton": """
         tuning gluon_names versions
         common reference
-        rows sampling attention experts calibration recurrence
+        rows sampling attention experts calibration
         fused
-        linear collective""",
+        linear collective recurrence""",
     "formats": """
         errors strict
         cache_scheme namespace

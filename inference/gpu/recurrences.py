@@ -106,31 +106,24 @@ def chunk_scan(
     return (out, state) if return_final_states else out
 
 
+def next_convolution(
+    hidden_states: Tensor, conv_state: Tensor | None, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Of the next token [B, C, 1] after a state, which is changed in place."""
+    silu = activation in ("silu", "swish")
+    if not silu and activation is not None:
+        raise TypeError(f"convolutions with {activation}")
+    given = {} if conv_state is None else stored(conv_state)
+    return causal_convolution(hidden_states, weight, bias, silu=silu, **given)
+
+
 def convolution(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """Of a sequence [B, C, T] from its first token on."""
-    return _activated(hidden_states, None, weight, bias, activation)
-
-
-def next_convolution(
-    hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
-    activation: str | None = None, **_: Any,
-) -> Tensor:  # fmt: skip
-    """Of the next token [B, C, 1]; the state is changed in place."""
-    return _activated(hidden_states, conv_state, weight, bias, activation)
-
-
-def _activated(
-    x: Tensor, state: Tensor | None, weight: Tensor, bias: Tensor | None, activation: str | None
-) -> Tensor:
-    silu = activation in ("silu", "swish")
-    if not silu and activation is not None:
-        raise TypeError(f"convolutions with {activation}")
-    return causal_convolution(
-        x, weight, bias, silu=silu, **({} if state is None else stored(state))
-    )
+    return next_convolution(hidden_states, None, weight, bias, activation)
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {

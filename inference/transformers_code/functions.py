@@ -23,13 +23,11 @@ def roundings(dtype: torch.dtype) -> float:
     return 0.02 if dtype == torch.float32 else 0.1
 
 
-def call_instead(mixer: Any, functions: Mapping[str, Callable[..., Any]]) -> list[str]:
-    """Have a module's code call these functions where it calls those of its file by their names.
-
-    Returns:
-        The methods that do so now: attributes of the module, which can be deleted.
-    """
-    found: list[str] = []
+def methods_with(
+    mixer: Any, functions: Mapping[str, Callable[..., Any]]
+) -> dict[str, Callable[..., Any]]:
+    """A module's methods that call functions of its file by these names, to call these instead."""
+    found = {}
     for name, method in inspect.getmembers(type(mixer), inspect.isfunction):
         plain = inspect.unwrap(method)
         code = plain.__code__
@@ -37,8 +35,7 @@ def call_instead(mixer: Any, functions: Mapping[str, Callable[..., Any]]) -> lis
             given = plain.__globals__ | own, name, plain.__defaults__, plain.__closure__
             twin = FunctionType(code, *given)
             twin.__kwdefaults__ = plain.__kwdefaults__
-            setattr(mixer, name, twin.__get__(mixer))
-            found.append(name)
+            found[name] = twin.__get__(mixer)
     return found
 
 
@@ -48,18 +45,16 @@ def kinds_in_rows(
 ) -> Set[str] | None:
     """What a module that calls these functions may have as `in_rows`; None where it calls none, or
     computes something else of tokens x [T, H] with them than without."""
-    methods = call_instead(own.mixer, functions)
+    methods = methods_with(own.mixer, functions)
     if not methods:
         return None
-    for name in methods:
-        delattr(own.mixer, name)
     level = transformers_log.level
     transformers_log.setLevel(logging.ERROR)  # it calls its own functions slow
     try:
         wanted = own.trial(x, frozenset())
     finally:
         transformers_log.setLevel(level)
-    call_instead(own.mixer, functions)
+    vars(own.mixer).update(methods)
     near = roundings(x.dtype)
     for kinds in (frozenset({"conv", "recurrent"}), frozenset({"conv"}), frozenset[str]()):
         with suppress(Exception):  # its code computes with states by itself, or is too large

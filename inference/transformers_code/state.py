@@ -27,7 +27,7 @@ from formats.errors import CheckpointError
 from formats.modeling.load import FAULTS
 from formats.modeling.states import cache_argument
 from inference.transformers_code.attention import current_step, only_rows, quiet
-from inference.transformers_code.functions import call_instead, kinds_in_rows, roundings
+from inference.transformers_code.functions import kinds_in_rows, methods_with, roundings
 from inference.transformers_code.pieces import Piece
 from inference.transformers_code.projections import Projections
 from inference.transformers_code.state_pool import StatePool, StateShape, StatesInRows
@@ -166,6 +166,7 @@ class Stateful(nn.Module):
         return y
 
     def _states(self, piece: Piece) -> list[Tensor]:
+        """Copies of a piece's states, or what stands for them where they stay in their rows."""
         following = len(piece.tokens) == len(piece.rows) and not piece.begins
         return [
             pool.in_rows(piece.rows)
@@ -296,7 +297,7 @@ def stand_in(
         kinds = in_rows[kind]
         if kinds is not None:
             own.in_rows = kinds
-            call_instead(own.mixer, functions)
+            vars(own.mixer).update(methods_with(own.mixer, functions))
         if kind not in known:
             known[kind] = (*_probed(own, name, model, same_bits), own.outputs)
         own.continues, own.together, last, own.outputs = known[kind]

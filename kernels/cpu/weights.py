@@ -16,8 +16,8 @@ from kernels.cpu.structures import FLOATS
 from kernels.numerics import TYPES, dequantize
 
 
-class _Held:
-    """What is made of tensors."""
+class _Tensors:
+    """A weight whose memory is that of its tensors."""
 
     @property
     def nbytes(self) -> int:
@@ -26,7 +26,7 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class NativeWeight(_Held):
+class NativeWeight(_Tensors):
     """A weight of any format in the layout of the compiled kernels.
 
     Attributes:
@@ -40,7 +40,7 @@ class NativeWeight(_Held):
 
 
 @dataclass(frozen=True)
-class Int8Weight(_Held):
+class Int8Weight(_Tensors):
     """An int8 weight with one scale an output channel, as torch's own products want it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Int8Weight(_Held):
 
 
 @dataclass(frozen=True)
-class FloatWeight(_Held):
+class FloatWeight(_Tensors):
     """A weight [N, K] with its bias [N] or None, in the floating-point type to compute in."""
 
     packed: Tensor

@@ -33,21 +33,22 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import require
+from kernels.triton.fused import activate
 
-COLUMNS = 8  # of a program that goes token by token: its sums then stay within a warp
+NARROW = 8  # columns of a program that goes token by token: its sums then stay within a warp
 CHUNK, WIDE, WARPS = 16, 32, 4  # of a program that goes by chunks: tokens of one, columns, warps
-TOKENS, CHANNELS = 16, 128  # of a convolution's program
+TOKENS, BLOCK = 16, 128  # of a convolution's program: tokens, channels
 
 
 @triton.jit
-def unit(x):
-    """x of length 1."""
-    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+def inverse_length(x, AXIS: tl.constexpr):
+    """1 over the length of x along an axis."""
+    return tl.rsqrt(tl.sum(x * x, AXIS) + 1e-6)
 
 
 @triton.jit
 def place_of(sequence, places, count):
-    """Which of so many rows of states is a sequence's; negative ones count from the end."""
+    """Which of so many states is a sequence's; negative ones count from the end."""
     place = sequence
     if places is not None:
         place = tl.load(places + sequence)
@@ -103,7 +104,8 @@ def recurrence_kernel(
         else:
             gt = tl.load(decay, mask=more, other=0.0)
         if NORM:
-            q0, k0 = unit(q0), unit(k0)
+            q0 *= inverse_length(q0, 0)
+            k0 *= inverse_length(k0, 0)
         s *= g0[:, None] if BY_CHANNEL else g0
         u = v0 - tl.sum(s * k0[:, None], 0) if DELTA else v0
         s += k0[:, None] * (u * b0)[None, :]
@@ -155,8 +157,8 @@ def chunk_kernel(
         g0 = tl.load(decay + first * decay_token, mask=real, other=0.0).to(tl.float32)
         q0, k0, v0 = q0.to(tl.float32), k0.to(tl.float32), v0.to(tl.float32)
         if NORM:
-            q0 *= tl.rsqrt(tl.sum(q0 * q0, 1) + 1e-6)[:, None]
-            k0 *= tl.rsqrt(tl.sum(k0 * k0, 1) + 1e-6)[:, None]
+            q0 *= inverse_length(q0, 1)[:, None]
+            k0 *= inverse_length(k0, 1)[:, None]
         g, total = tl.cumsum(g0, 0), tl.sum(g0, 0)
         apart = tl.exp(tl.where(later, g[:, None] - g[None, :], 0.0))
         before = tl.exp(g)[:, None]
@@ -223,8 +225,8 @@ def linear_recurrence(
     decay = decay.contiguous() if by_channel else decay
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if out.numel():
-        width = COLUMNS if tokens > 1 else 4 * COLUMNS
-        kernel, more = recurrence_kernel, {"BY_CHANNEL": by_channel, "num_warps": width // COLUMNS}
+        width = NARROW if tokens > 1 else 4 * NARROW
+        kernel, more = recurrence_kernel, {"BY_CHANNEL": by_channel, "num_warps": width // NARROW}
         if tokens > 1 and not by_channel:
             width, kernel, more = WIDE, chunk_kernel, {"CHUNK": CHUNK, "num_warps": WARPS}
         strides = [n for x in (q, k, v, decay, beta) for n in x.stride()[:3]]
@@ -262,12 +264,6 @@ def _check(
     )
 
 
-@triton.jit
-def silu(x, SILU: tl.constexpr):
-    """silu(x), or x."""
-    return x / (1.0 + tl.exp(-x)) if SILU else x
-
-
 @triton.jit(do_not_specialize=["T"])
 def convolve_kernel(
     x, weight, bias, out, T, CHANNELS, x_sequence, x_channel, x_token,
@@ -289,7 +285,7 @@ def convolve_kernel(
         own = tl.load(x + at.to(tl.int64)[:, None] * x_token, mask=there, other=0.0)
         acc += own.to(tl.float32) * w[None, :]
     place = out + (sequence * T + t[:, None]) * CHANNELS + c[None, :]
-    y = silu(acc, SILU).to(out.dtype.element_ty)
+    y = (activate(acc, "silu") if SILU else acc).to(out.dtype.element_ty)
     tl.store(place, y, mask=real[None, :] & (t < T)[:, None])
 
 
@@ -316,7 +312,7 @@ def next_kernel(
             acc += value * tl.load(tap, mask=real, other=0.0).to(tl.float32)
         if i > 0:
             tl.store(state + i - 1, value.to(state.dtype.element_ty), mask=real)
-    y = silu(acc, SILU).to(out.dtype.element_ty)
+    y = (activate(acc, "silu") if SILU else acc).to(out.dtype.element_ty)
     tl.store(out + sequence * CHANNELS + c, y, mask=real)
 
 
@@ -346,10 +342,10 @@ def causal_convolution(
     require(len(weight) == channels, f"{len(weight)} channels' weights for {channels} channels")
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
     if state is None:
-        grid = (batch, triton.cdiv(tokens, TOKENS), triton.cdiv(channels, CHANNELS))
+        grid = (batch, triton.cdiv(tokens, TOKENS), triton.cdiv(channels, BLOCK))
         convolve_kernel[grid](
             x, weight, bias, out, tokens, channels, *x.stride(), TAPS=taps, SILU=silu,
-            WIDTH=CHANNELS, TOKENS=TOKENS,
+            WIDTH=BLOCK, TOKENS=TOKENS,
         )  # fmt: skip
         return out.mT
     kept = state.shape[-1]
@@ -359,8 +355,8 @@ def causal_convolution(
         f"x {tuple(x.shape)} after a state {tuple(state.shape)}; needed are [B, C, 1] and a "
         f"contiguous [B, C, {taps - 1} or more]",
     )  # fmt: skip
-    next_kernel[(batch, triton.cdiv(channels, CHANNELS))](
+    next_kernel[(batch, triton.cdiv(channels, BLOCK))](
         x, state, places, len(state), weight, bias, out, channels, *x.stride()[:2], TAPS=taps,
-        KEPT=kept, SILU=silu, WIDTH=CHANNELS,
+        KEPT=kept, SILU=silu, WIDTH=BLOCK,
     )  # fmt: skip
     return out.mT

@@ -30,7 +30,7 @@ from ptq.evaluate.answers import answers
 BEGINNING = 48  # tokens of a text that is gone on with
 REPEATED = 16  # tokens at the end of an answer that repeat one span, for a loop
 TIMES = 4
-CERTAIN = 0.05  # nats: what is less surprising than that is certain
+CERTAIN = 0.05  # nats of surprisal: what has less is certain
 THINGS = (
     "a garden", "a bicycle", "bread", "a river", "snow", "a library", "a violin", "the moon",
     "a ship", "salt", "a bridge", "coffee", "a clock", "a forest", "a letter", "glass",
@@ -135,8 +135,8 @@ def measure_answers(pair: Pair, cases: Sequence[Prompt], bar: Any) -> list[list[
             own[1:] |= own[:-1].clone()  # and the token after it: `assistant`, a line's end
             own[: case.common] = False  # one text, not one a chat
             if own.any():
-                surprise = CERTAIN + both.nll_original[own].mean().item()
-                row.values["kl.turns"] = (0.0, both.kl[own].mean().item() / surprise)
+                surprisal = CERTAIN + both.nll_original[own].mean().item()
+                row.values["kl.turns"] = (0.0, both.kl[own].mean().item() / surprisal)
     ended = [i for i, first in enumerate(greedy[0]) if _ended(first)]
     due = [(_whole(greedy[0][i])[:-1], _whole(greedy[0][i])[-1:]) for i in ended]
     ends = [likelihoods(engine, due, bar) for engine in pair]

@@ -122,7 +122,7 @@ SPECS: dict[str, Spec] = {
     "kl.prompts": Spec("KL of your prompts", "mean", 1.2, scale=True),
     "kl.chat": Spec("KL of the original's own answers", "mean", 1.2, scale=True),
     # To a model that was trained with a template what follows its tokens is all but certain.
-    "kl.turns": Spec("KL after the template's tokens, by their surprise", "mean", 2, scale=True),
+    "kl.turns": Spec("KL over surprisal after the template's tokens", "mean", 2, scale=True),
     **{
         f"kl.at_{start}": Spec(f"KL of {place}", "mean", 1.2 if start else 2, scale=True)
         for (start, _), place in zip(PLACES, _PLACE, strict=True)
