@@ -39,6 +39,7 @@ with later():
     from inference.server import app as apps
     from inference.server import serving
 
+INSTALL = "pip install 'ptq[serve]'"
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 LOCAL = ("127.0.0.1", "::1", "localhost")
 LOG = logging.getLogger("ptq.serve")
@@ -140,17 +141,21 @@ def greeting(info: EngineInfo, settings: ServerSettings, address: str, *, chat: 
     )
 
 
+def missing_extra() -> list[str]:
+    """Libraries of a server that are not installed; `INSTALL` brings them."""
+    return [name for name in NEEDED if find_spec(name) is None]
+
+
 def require_extra() -> None:
     """Check that the libraries of a server are installed.
 
     Raises:
         RequestError: one is not.
     """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
+    if missing := missing_extra():
         raise RequestError(
             f"{', '.join(missing)}: not installed; a server needs more than the rest of ptq: "
-            "`pip install 'ptq[serve]'`"
+            f"`{INSTALL}`"
         )
 
 

@@ -14,6 +14,7 @@ from ptq.text import typed_path
 
 with later():
     from formats.checkpoint import native
+    from inference.server import command as serving
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +53,10 @@ def next_commands(checkpoint: Path) -> list[str]:
         ["inspect", folder],
         ["bench", folder],
         *([["chat", folder]] if brings_chat_template(checkpoint) else []),
-        ["serve", folder],
     ]
-    return [shlex.join(["ptq", *words]) for words in commands]
+    pasted = [shlex.join(["ptq", *words]) for words in commands]
+    installed = [serving.INSTALL] if serving.missing_extra() else []
+    return [*pasted, *installed, shlex.join(["ptq", "serve", folder])]
 
 
 def checkpoint_lines(checkpoint: Path) -> list[str]:

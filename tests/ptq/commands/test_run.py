@@ -8,6 +8,7 @@ import pytest
 
 from formats.command import run_command
 from formats.errors import RecipeError
+from inference.server import command
 from ptq.commands import check, run
 from ptq.commands.shared import next_commands
 from ptq.plan.describe import _ranges
@@ -200,6 +201,11 @@ def test_a_model_that_chats_may_be_talked_with_next(here):
     (here / "model").mkdir()
     (here / "model" / "chat_template.jinja").write_text("{{ messages }}")
     assert names() == ["predict", "inspect", "bench", "chat", "serve"]
+
+
+def test_what_a_server_lacks_is_installed_before_it(here, monkeypatch):
+    monkeypatch.setattr(command, "NEEDED", ("fastapi", "no_such_library"))
+    assert next_commands(here / "model")[-2:] == ["pip install 'ptq[serve]'", "ptq serve model"]
 
 
 def test_ranges_of_blocks():
