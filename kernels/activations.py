@@ -1,4 +1,4 @@
-"""Activations of gated feed-forward layers, by name; every device's kernels take these."""
+"""Activations of gated feed-forward layers by name, and gates of norms; all devices take these."""
 
 from __future__ import annotations
 
@@ -17,6 +17,21 @@ class Clamped:
 
     slope: float
     bound: float
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How a norm of rows x has a gate g of their shape: norm(x) f(g), or norm(x f(g)).
+
+    Attributes:
+        silu: f is silu, else the sigmoid.
+        first: norm(x f(g)).
+        groups: Into how many equal parts, each normed by itself, a row is cut.
+    """
+
+    silu: bool = True
+    first: bool = False
+    groups: int = 1
 
 
 Named = Literal["silu", "gelu_tanh", "gelu"]

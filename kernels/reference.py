@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.activations import Activation, Clamped
+from kernels.activations import Activation, Clamped, Gate
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.low_rank import LowRank
 from kernels.numerics import (
@@ -114,6 +114,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight.float() * (wide * inverse)).to(x.dtype)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: Gate) -> Tensor:
+    """RMSNorm with a gate as `form` says; x and gate [..., H], weight [H]: like x."""
+    wide, factor = x.float(), gate.float()
+    factor = _silu(factor) if form.silu else torch.sigmoid(factor)
+    parts = (wide * factor if form.first else wide).unflatten(-1, (form.groups, -1))
+    parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
+    y = weight.float() * parts.flatten(-2)
+    return (y if form.first else y * factor).to(x.dtype)
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

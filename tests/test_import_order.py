@@ -45,7 +45,8 @@ FLOORS = {
         common reference
         rows sampling attention experts calibration
         fused
-        linear collective recurrence""",
+        linear collective recurrence gated_norm
+        convolution""",
     "formats": """
         errors strict
         cache_scheme namespace

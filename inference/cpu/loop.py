@@ -28,12 +28,13 @@ from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
 from inference.transformers_code.attention import Query, Step, widened
 from inference.transformers_code.model import CodeModel
-from kernels.activations import Named
+from kernels.activations import Gate, Named
 from kernels.attention_inputs import KVPool
 from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
 from kernels.cpu.weights import NativeWeight
 from kernels.ops import apply_rope, gated_product, paged_attention, rms_norm, turn_heads, write_kv
 from kernels.packed_cache import channels
+from kernels.reference import gated_norm
 
 
 def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor] | None:
@@ -139,13 +140,22 @@ class CodeStep(Step):
         return rms_norm(x, weight, eps)
 
     @override
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: Gate) -> Tensor:
+        return gated_norm(x, gate, weight, eps, form)
+
+    @override
     def gated_product(self, gate_up: Tensor, activation: Named) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return gated_product(gate, up, activation)
 
     @override
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return apply_rope(q, k, cos, sin)
+        turned = cos.shape[1]
+        if turned == q.shape[2]:
+            return apply_rope(q, k, cos, sin)
+        parts = apply_rope(q[..., :turned], k[..., :turned], cos, sin)
+        q, k = (torch.cat((own, x[..., turned:]), -1) for own, x in zip(parts, (q, k), strict=True))
+        return q, k
 
 
 def forward_code(model: CodeModel, pools: Sequence[KVPool], batch: Batch) -> Tensor:

@@ -13,7 +13,7 @@ from inference.gpu.decoder import GpuBatch, sinks_of
 from inference.gpu.layers import workspace_on
 from inference.transformers_code.attention import Query, Step, widened
 from inference.transformers_code.model import CodeModel, CodeShaped
-from kernels.activations import Named
+from kernels.activations import Gate, Named
 from kernels.attention_inputs import KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.paged_cache import head_size
@@ -21,6 +21,7 @@ from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.attention.rotate import rotate
 from kernels.triton.fused import add_rms_norm, gated_product
+from kernels.triton.gated_norm import gated_norm
 
 
 class CodeStep(Step):
@@ -61,6 +62,10 @@ class CodeStep(Step):
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         return add_rms_norm(rows, None, weight, eps, dtype=x.dtype)[0].view(x.shape)
+
+    @override
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: Gate) -> Tensor:
+        return gated_norm(x, gate, weight, eps, form)
 
     @override
     def gated_product(self, gate_up: Tensor, activation: Named) -> Tensor:

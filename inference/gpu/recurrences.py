@@ -5,6 +5,7 @@ They take and give what those of the same names in its files do, as far as its o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference.transformers_code.state_pool import StatesInRows
-from kernels.triton.recurrence import causal_convolution, linear_recurrence
+from kernels.triton.convolution import causal_convolution
+from kernels.triton.recurrence import TimeSteps, linear_recurrence
 
 
 def stored(state: Tensor) -> dict[str, Any]:
@@ -46,15 +48,6 @@ def delta_rule(
     return out, state if output_final_state else None
 
 
-def time_steps(
-    dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None = None
-) -> Tensor:
-    """Mamba-2's time steps of what its layer gives for them."""
-    dt = dt if bias is None else dt + bias.to(dt.dtype)
-    dt = F.softplus(dt) if softplus else dt
-    return dt if limit is None else dt.clamp(*limit)
-
-
 def state_update(
     state: Tensor,
     hidden_states: Tensor,
@@ -70,10 +63,10 @@ def state_update(
 ) -> Tensor:
     """Mamba-2's next token; what it has for a head is expanded to the head's channels."""
     bias, skip = (None if own is None else own[:, 0] for own in (dt_bias, D))
-    step = time_steps(dt[..., 0], bias, dt_softplus)
     out = linear_recurrence(
-        C[:, None], B[:, None], hidden_states[:, None], (step.float() * A[:, 0, 0])[:, None],
-        step[:, None], **stored(state), delta=False, skip=skip, transposed=True,
+        C[:, None], B[:, None], hidden_states[:, None], None, dt[:, None, :, 0], **stored(state),
+        delta=False, steps=TimeSteps(A[:, 0, 0], bias, dt_softplus, -math.inf), skip=skip,
+        transposed=True,
     )[:, 0]  # fmt: skip
     return out if z is None else out * F.silu(z)
 
@@ -94,14 +87,14 @@ def chunk_scan(
     **_: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Mamba-2's several tokens; chunks are not needed."""
-    step, state = time_steps(dt, dt_bias, dt_softplus, dt_limit), initial_states
+    steps, state = TimeSteps(A, dt_bias, dt_softplus, *dt_limit), initial_states
     batch, _tokens, heads, size = hidden_states.shape
     if state is None:
         sizes = (batch, heads, size, B.shape[-1])
         state = torch.zeros(sizes, dtype=torch.float32, device=B.device)
     out = linear_recurrence(
-        C, B, hidden_states, step.float() * A.float(), step, **stored(state), delta=False,
-        skip=D, transposed=True,
+        C, B, hidden_states, None, dt, **stored(state), delta=False, steps=steps, skip=D,
+        transposed=True,
     )  # fmt: skip
     return (out, state) if return_final_states else out
 

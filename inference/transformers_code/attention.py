@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from formats.errors import CheckpointError
 from inference.transformers_code.pieces import Piece
-from kernels.activations import Named
+from kernels.activations import Gate, Named
 from kernels.attention_inputs import AttentionInputs, KVPool
 
 if TYPE_CHECKING:
@@ -136,12 +136,17 @@ class Step(ABC):
         """RMSNorm over the last dimension: [..., H] to the same."""
 
     @abstractmethod
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: Gate) -> Tensor:
+        """RMSNorm of x with a gate of its shape: [..., H] to the same."""
+
+    @abstractmethod
     def gated_product(self, gate_up: Tensor, activation: Named) -> Tensor:
         """activation(gate) * up of rows [T, 2 I], the gate's half first: [T, I]."""
 
     @abstractmethod
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn channels i and i + D / 2 of heads [T, heads, D] by angles [T, D], halves equal."""
+        """Turn channels i and i + R / 2 of heads [T, heads, D] by angles [T, R], halves equal;
+        those from R on stay."""
 
 
 @dataclass

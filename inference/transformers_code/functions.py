@@ -1,10 +1,10 @@
-"""Functions of a backend in the place of those that modules of transformers' code call."""
+"""What modules of transformers' code call, by functions of a backend; or once, of its weights."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,36 @@ if TYPE_CHECKING:
     from inference.transformers_code.state import Stateful
 
 log, transformers_log = logging.getLogger("ptq.inference"), logging.getLogger("transformers")
+
+
+class Constant(Tensor):
+    """A weight whose exponential and the like are computed once, and not at every step.
+
+    Attributes:
+        known: By name of a function, what it gives of the weight.
+    """
+
+    known: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Constant:
+        """A weight as one."""
+        own = weight.detach().as_subclass(cls)
+        own.known = {}
+        return own
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name not in ("float", "exp", "neg") or len(args) > 1 or kwargs:
+                return func(*args, **(kwargs or {}))
+            (own,) = args
+            if name not in own.known:
+                own.known[name] = cls.of(func(own))
+            return own.known[name]
 
 
 def roundings(dtype: torch.dtype) -> float:

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.nn import functional as F
 
 from inference.transformers_code.attention import current_step
 from inference.transformers_code.linear import BackendLinear, PartOfLinear
-from kernels.activations import Named
+from kernels.activations import Gate, Named
+from kernels.reference import gated_norm
 
 ROTATE = "apply_rotary_pos_emb"  # what transformers' modelling files call their rotation
 NEAR = 1e-5
@@ -47,6 +49,24 @@ class KnownNorm(nn.Module):
         return current_step().norm(x, self.weight, self._eps)
 
 
+class KnownGatedNorm(nn.Module):
+    """RMSNorm with a gate, as layers that keep a state have it before their last one.
+
+    Args:
+        weight: Its factors [H].
+        eps: Added to the mean square.
+        form: Where the gate stands, and what it is.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, form: Gate) -> None:
+        super().__init__()
+        self.weight, self._eps, self._form = nn.Parameter(weight, requires_grad=False), eps, form
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """[..., H] twice to the same."""
+        return current_step().gated_norm(x, gate, self.weight, self._eps, self._form)
+
+
 class KnownGatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202, Eq. 6).
 
@@ -72,7 +92,7 @@ def use_kernels(model: nn.Module) -> None:
     """Let kernels compute the parts of a loaded model that are known, in place."""
     for parent in list(model.modules()):
         for name, part in list(parent.named_children()):
-            known = known_norm(part) or known_gated_mlp(part)
+            known = known_norm(part) or known_gated_mlp(part) or known_gated_norm(part)
             if known is not None:
                 setattr(parent, name, known)
         _rotate_by_kernel(parent)
@@ -83,27 +103,52 @@ def known_norm(module: Any) -> KnownNorm | None:
 
     Norms that multiply by 1 + w become such with 1 + w as their weight, in fp32.
     """
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    names = {name for name, _ in module.named_parameters()}
-    if not isinstance(eps, float) or len(inspect.signature(module.forward).parameters) > 1:
-        return None  # a gate's, for one
-    if names != {"weight"} or module.weight.dim() != 1:
+    tried = _tried_norm(module, 1)
+    if tried is None:
         return None
-    twin, size = copy.copy(module), len(module.weight)
-    weight, x = _random(size), _random(2, size)
-    twin._parameters = module._parameters | {"weight": nn.Parameter(weight, requires_grad=False)}
-    x[1] *= eps**0.5  # where eps counts
+    (x,), weight, eps, found = tried
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    try:
-        with torch.no_grad():
-            found = twin(x)
-    except (TypeError, ValueError, RuntimeError, IndexError):  # it wants something else
-        return None
     for offset in (0.0, 1.0):
         if torch.allclose(found, normed * (weight + offset), rtol=NEAR, atol=NEAR):
             own = module.weight.data
             return KnownNorm(own.float() + offset if offset else own, eps)
     return None
+
+
+def known_gated_norm(module: Any) -> KnownGatedNorm | None:
+    """A module of rows and their gates as an RMSNorm; None where it computes something else."""
+    tried = _tried_norm(module, 2)
+    if tried is None:
+        return None
+    (x, gate), weight, eps, found = tried
+    of_size = x.shape[1] // getattr(module, "group_size", x.shape[1])
+    for silu, first in product((True, False), repeat=2):
+        for groups in {1, of_size, getattr(module, "n_groups", 1)}:
+            form = Gate(silu, first, groups)
+            wanted = gated_norm(x, gate, weight, eps, form)
+            if found.shape == x.shape and torch.allclose(found, wanted, rtol=NEAR, atol=NEAR):
+                return KnownGatedNorm(module.weight.data, eps, form)
+    return None
+
+
+def _tried_norm(module: Any, inputs: int) -> tuple[list[Tensor], Tensor, float, Tensor] | None:
+    """Of a module that may be a norm of so many inputs: random ones [2, H], a weight, eps, and what
+    it gives of them with that weight; None where it cannot be one."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    names = {name for name, _ in module.named_parameters()}
+    if not isinstance(eps, float) or len(inspect.signature(module.forward).parameters) != inputs:
+        return None
+    if names != {"weight"} or module.weight.dim() != 1:
+        return None
+    twin, size = copy.copy(module), len(module.weight)
+    weight, given = _random(size), list(_random(inputs, 2, size))
+    twin._parameters = module._parameters | {"weight": nn.Parameter(weight, requires_grad=False)}
+    given[0][1] *= eps**0.5  # where eps counts
+    try:
+        with torch.no_grad():
+            return given, weight, eps, twin(*given)
+    except (TypeError, ValueError, RuntimeError, IndexError):  # it wants something else
+        return None
 
 
 def known_gated_mlp(module: Any) -> KnownGatedMLP | None:
@@ -139,11 +184,13 @@ def _rotate_by_kernel(module: nn.Module) -> None:
     if not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
         return
     theirs = forward.__globals__.get(ROTATE)
-    if theirs is None or not _turns_halves(theirs):
+    if theirs is None or not _turns_halves(theirs, 8):
         return
+    some = _turns_halves(theirs, 4)  # of a head's channels
 
     def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
-        fits = not more and not options and q.dim() == 4 and cos.shape[1:] == q.shape[2:]
+        fits = not more and not options and q.dim() == 4 and cos.shape[1] == q.shape[2]
+        fits = fits and (cos.shape[2] == q.shape[3] or (some and cos.shape[2] < q.shape[3]))
         return _rotated(q, k, cos, sin) if fits else theirs(q, k, cos, sin, *more, **options)
 
     names = {**forward.__globals__, ROTATE: ours}
@@ -155,23 +202,26 @@ def _rotate_by_kernel(module: nn.Module) -> None:
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k [1, heads, T, D] turned by the angles of the tokens [1, T, D]."""
+    """q and k [1, heads, T, D] turned by the angles of the tokens [1, T, D or fewer]."""
     own_q, own_k = q[0].transpose(0, 1), k[0].transpose(0, 1)
     own_q, own_k = current_step().rotate(own_q, own_k, cos[0], sin[0])
     return own_q.transpose(0, 1)[None], own_k.transpose(0, 1)[None]
 
 
-def _turns_halves(rotate: Any) -> bool:
-    """Whether a function turns channel i of each head with channel i + D / 2."""
+def _turns_halves(rotate: Any, turned: int) -> bool:
+    """Whether a function turns channel i of heads with channel i + R / 2, and leaves others than
+    the first R = `turned` as they are."""
     q, k = _random(1, 4, 3, 8), _random(1, 2, 3, 8)
-    cos, sin = (torch.cat((half, half), dim=-1) for half in (_random(1, 3, 4), _random(1, 3, 4)))
+    cos, sin = (_random(1, 3, turned // 2).repeat(1, 1, 2) for _ in range(2))
     try:
         found = rotate(q, k, cos, sin)
     except (TypeError, ValueError, RuntimeError, IndexError):
         return False
     for x, y in zip((q, k), found, strict=True):
-        a, b = x.chunk(2, dim=-1)
-        wanted = x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
+        own, rest = x.split((turned, 8 - turned), dim=-1)
+        a, b = own.chunk(2, dim=-1)
+        wanted = own * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
+        wanted = torch.cat((wanted, rest), dim=-1)
         if y.shape != wanted.shape or not torch.allclose(y, wanted, rtol=NEAR, atol=NEAR):
             return False
     return True

@@ -27,7 +27,7 @@ from formats.errors import CheckpointError
 from formats.modeling.load import FAULTS
 from formats.modeling.states import cache_argument
 from inference.transformers_code.attention import current_step, only_rows, quiet
-from inference.transformers_code.functions import kinds_in_rows, methods_with, roundings
+from inference.transformers_code.functions import Constant, kinds_in_rows, methods_with, roundings
 from inference.transformers_code.pieces import Piece
 from inference.transformers_code.projections import Projections
 from inference.transformers_code.state_pool import StatePool, StateShape, StatesInRows
@@ -117,6 +117,8 @@ class Stateful(nn.Module):
         if "attention_mask" in given:  # padding, of which there is none
             given["attention_mask"] = None
         pieces = [part for piece in current_step().pieces for part in self._parts(piece)]
+        if len(pieces) == 1 and pieces[0].whole:
+            return self._returned([y.flatten(0, 1)[None] for y in self._run(x[0], *pieces, given)])
         outputs: list[Tensor] = []
         with self.projections.step(x[0]) if len(pieces) > 1 else nullcontext():
             for piece in pieces:
@@ -126,7 +128,10 @@ class Stateful(nn.Module):
                     for y, own in zip(outputs, found, strict=True):
                         y[0, piece.tokens] = own.flatten(0, 1)
             later = self.projections.outputs()
-        outputs = outputs if later is None else [later[None]]
+        return self._returned(outputs if later is None else [later[None]])
+
+    def _returned(self, outputs: Sequence[Tensor]) -> Any:
+        """What the module's code returns, of its outputs of tokens [1, T, ...]."""
         if self._values is None:
             return outputs[0]
         return (*outputs, *(None,) * (self._values - len(outputs)))  # others may be in its tuple
@@ -154,7 +159,7 @@ class Stateful(nn.Module):
         states = self._states(piece)
         x = x[:, None] if len(piece.rows) > 1 else x[None]
         self.projections.begin(x, piece.tokens)
-        with only_rows(piece.tokens):
+        with nullcontext() if piece.whole else only_rows(piece.tokens):
             y, after = self.call(x, states, piece.begins, given)
         for pool, state in zip(self._pools, after, strict=True):
             stays = isinstance(state, StatesInRows)
@@ -291,6 +296,9 @@ def stand_in(
     in_rows: dict[type, Set[str] | None] = {}
     for name in names:
         own = Stateful(model.get_submodule(name), shapes[name], states_of(model))
+        rates = own.mixer._parameters.pop("A_log", None)  # whose exponential is asked for
+        if rates is not None:
+            own.mixer.register_buffer("A_log", Constant.of(rates), persistent=False)
         kind = type(own.mixer)
         if kind not in in_rows:
             in_rows[kind] = kinds_in_rows(own, functions, _drawn(own, model, 1)[0])

@@ -1,4 +1,4 @@
-"""Layers that keep a state: linear recurrences, and short convolutions before them.
+"""Linear recurrences of layers that keep a state.
 
 A head's state S is a matrix of a row a channel of k and a column a channel of v. Of each token
 
@@ -18,8 +18,6 @@ decays of a chunk up to token t, S_0 its first state and, for s < t,
 the chunk's outputs are exp(G) Q S_0 + P U, P_ts = exp(G_t - G_s) q_t . k_s for s <= t, and its
 state exp(G_16) S_0 + (exp(G_16 - G) K)^T U. As A is strictly lower triangular of 16 rows,
 (1 + A)^-1 = (1 - A) (1 + A^2) (1 + A^4) (1 + A^8).
-
-A convolution multiplies each channel's last few inputs.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -27,17 +25,17 @@ A convolution multiplies each channel's last few inputs.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import require
-from kernels.triton.fused import activate
 
 NARROW = 8  # columns of a program that goes token by token: its sums then stay within a warp
 CHUNK, WIDE, WARPS = 16, 32, 4  # of a program that goes by chunks: tokens of one, columns, warps
-TOKENS, BLOCK = 16, 128  # of a convolution's program: tokens, channels
 
 
 @triton.jit
@@ -56,14 +54,52 @@ def place_of(sequence, places, count):
     return place
 
 
+@dataclass(frozen=True, eq=False)
+class TimeSteps:
+    """How beta and decay follow from one number d a token and head: beta is d + bias, its softplus
+    if that is asked for, within limits; decay is beta times rate.
+
+    Attributes:
+        rate: Float [H]; None where beta and decay are given.
+        bias: Float [H] or None.
+        softplus: Whether it is taken.
+        low: Least beta.
+        high: Largest beta.
+    """
+
+    rate: Tensor | None
+    bias: Tensor | None = None
+    softplus: bool = True
+    low: float = 0.0
+    high: float = float("inf")
+
+
+GIVEN = TimeSteps(None, softplus=False)
+
+
+@triton.jit
+def gates(g, b, rate, bias, head, low, high, SOFTPLUS: tl.constexpr):
+    """(decay, beta) as they are given, or as `TimeSteps` makes both of b."""
+    g, b = g.to(tl.float32), b.to(tl.float32)
+    if rate is not None:
+        if bias is not None:
+            b += tl.load(bias + head).to(tl.float32)
+        if SOFTPLUS:
+            b = tl.where(b > 20.0, b, tl.log(1.0 + tl.exp(b)))
+        b = tl.minimum(tl.maximum(b, low), high)
+        g = b * tl.load(rate + head).to(tl.float32)
+    return g, b
+
+
 @triton.jit(do_not_specialize=["T"])
 def recurrence_kernel(
-    q, k, v, decay, beta, skip, state, places, count, out, T, ROWS, COLUMNS, scale,
+    q, k, v, decay, beta, skip, rate, bias, low, high, state, places, count, out,
+    T, ROWS, COLUMNS, scale,
     q_sequence, q_token, q_head, k_sequence, k_token, k_head, v_sequence, v_token, v_head,
     decay_sequence, decay_token, decay_head, beta_sequence, beta_token, beta_head,
     row, column,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, DELTA: tl.constexpr,
-    NORM: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    NORM: tl.constexpr, SOFTPLUS: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head, columns of its state); `row` and `column` are strides of a state.
 
@@ -91,7 +127,8 @@ def recurrence_kernel(
     gt = tl.load(decay, mask=in_rows, other=0.0) if BY_CHANNEL else tl.load(decay)
     for t in range(T):
         q0, k0, v0 = qt.to(tl.float32), kt.to(tl.float32), vt.to(tl.float32)
-        g0, b0 = tl.exp(gt.to(tl.float32)), bt.to(tl.float32)
+        g0, b0 = gates(gt, bt, rate, bias, head, low, high, SOFTPLUS)
+        g0 = tl.exp(g0)
         more = t + 1 < T
         q, k, v = q + q_token, k + k_token, v + v_token
         decay, beta = decay + decay_token, beta + beta_token
@@ -99,10 +136,7 @@ def recurrence_kernel(
         kt = tl.load(k, mask=in_rows & more, other=0.0)
         vt = tl.load(v, mask=in_columns & more, other=0.0)
         bt = tl.load(beta, mask=more, other=0.0)
-        if BY_CHANNEL:
-            gt = tl.load(decay, mask=in_rows & more, other=0.0)
-        else:
-            gt = tl.load(decay, mask=more, other=0.0)
+        gt = tl.load(decay, mask=in_rows & more if BY_CHANNEL else more, other=0.0)
         if NORM:
             q0 *= inverse_length(q0, 0)
             k0 *= inverse_length(k0, 0)
@@ -123,12 +157,13 @@ def exact(a, b):
 
 @triton.jit(do_not_specialize=["T"])
 def chunk_kernel(
-    q, k, v, decay, beta, skip, state, places, count, out, T, ROWS, COLUMNS, scale,
+    q, k, v, decay, beta, skip, rate, bias, low, high, state, places, count, out,
+    T, ROWS, COLUMNS, scale,
     q_sequence, q_token, q_head, k_sequence, k_token, k_head, v_sequence, v_token, v_head,
     decay_sequence, decay_token, decay_head, beta_sequence, beta_token, beta_head,
     row, column,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr, DELTA: tl.constexpr,
-    NORM: tl.constexpr, CHUNK: tl.constexpr,
+    NORM: tl.constexpr, SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """As `recurrence_kernel`, by chunks."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -153,8 +188,11 @@ def chunk_kernel(
         q0 = tl.load(q + first * q_token, mask=real[:, None] & in_rows[None, :], other=0.0)
         k0 = tl.load(k + first * k_token, mask=real[:, None] & in_rows[None, :], other=0.0)
         v0 = tl.load(v + first * v_token, mask=real[:, None] & in_columns[None, :], other=0.0)
-        b0 = tl.load(beta + first * beta_token, mask=real, other=0.0).to(tl.float32)
-        g0 = tl.load(decay + first * decay_token, mask=real, other=0.0).to(tl.float32)
+        b0 = tl.load(beta + first * beta_token, mask=real, other=0.0)
+        g0 = tl.load(decay + first * decay_token, mask=real, other=0.0)
+        g0, b0 = gates(g0, b0, rate, bias, head, low, high, SOFTPLUS)
+        if rate is not None:  # tokens after the last one change nothing
+            g0, b0 = tl.where(real, g0, 0.0), tl.where(real, b0, 0.0)
         q0, k0, v0 = q0.to(tl.float32), k0.to(tl.float32), v0.to(tl.float32)
         if NORM:
             q0 *= inverse_length(q0, 1)[:, None]
@@ -184,11 +222,12 @@ def linear_recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    decay: Tensor,
+    decay: Tensor | None,
     beta: Tensor,
     state: Tensor,
     *,
     delta: bool,
+    steps: TimeSteps = GIVEN,
     norm: bool = False,
     scale: float = 1.0,
     skip: Tensor | None = None,
@@ -202,41 +241,49 @@ def linear_recurrence(
         k: Like q.
         v: Float [B, T, H, C]; heads h of it go with head h G / H of q and k.
         decay: Logarithm of what is kept of a state, float [B, T, H] or, by channel of k,
-            [B, T, H, R].
+            [B, T, H, R]; None where `steps` makes it of beta.
         beta: Float [B, T, H].
         state: Float [B, H, R, C], contiguous; if `transposed` [B, H, C, R]; with `places` of more
             sequences than B.
         delta: Whether v is less what the state has for k.
+        steps: How beta and decay follow from `beta`, where they do.
         norm: Whether q and k are divided by their lengths.
         scale: Of what is read.
-        skip: What is added of v, float [H]; None: nothing.
+        skip: What is added of v, float [H], if anything is.
         places: int64 [B], which state is a sequence's, negative ones from the end; None: its own.
 
     Returns:
         Like v, contiguous.
 
     Raises:
-        ValueError: a shape does not fit.
+        ValueError: a shape does not fit, or both or none of `decay` and `steps` are given.
     """
+    decay = _decay(decay, beta, steps)
     _check(q, k, v, decay, beta, state, transposed, places)
     (batch, tokens, groups, rows), (heads, columns) = q.shape, v.shape[2:]
-    by_channel = decay.dim() == 4
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    decay = decay.contiguous() if by_channel else decay
+    given = (q, k, v, decay)
+    q, k, v, decay = (x if x.dim() < 4 or x.stride(3) == 1 else x.contiguous() for x in given)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if out.numel():
-        width = NARROW if tokens > 1 else 4 * NARROW
-        kernel, more = recurrence_kernel, {"BY_CHANNEL": by_channel, "num_warps": width // NARROW}
-        if tokens > 1 and not by_channel:
-            width, kernel, more = WIDE, chunk_kernel, {"CHUNK": CHUNK, "num_warps": WARPS}
+        kernel, width, more = chunk_kernel, WIDE, {"CHUNK": CHUNK, "num_warps": WARPS}
+        if tokens == 1 or decay.dim() == 4:
+            kernel, width = recurrence_kernel, NARROW if tokens > 1 else 4 * NARROW
+            more = {"BY_CHANNEL": decay.dim() == 4, "num_warps": width // NARROW}
         strides = [n for x in (q, k, v, decay, beta) for n in x.stride()[:3]]
+        strides += (1, rows) if transposed else (columns, 1)
         kernel[(batch, heads, triton.cdiv(columns, width))](
-            q, k, v, decay, beta, skip, state, places, len(state), out, tokens, rows, columns,
-            scale, *strides, *((1, rows) if transposed else (columns, 1)),
+            q, k, v, decay, beta, skip, steps.rate, steps.bias, steps.low, steps.high, state,
+            places, len(state), out, tokens, rows, columns, scale, *strides,
             HEIGHT=max(16, triton.next_power_of_2(rows)), WIDTH=width, SHARE=heads // groups,
-            DELTA=delta, NORM=norm, **more,
+            DELTA=delta, NORM=norm, SOFTPLUS=steps.softplus, **more,
         )  # fmt: skip
     return out
+
+
+def _decay(decay: Tensor | None, beta: Tensor, steps: TimeSteps) -> Tensor:
+    """What a kernel reads as decay: beta where it follows from that."""
+    require((decay is None) != (steps is GIVEN), "either decay is given or how it follows")
+    return beta if decay is None else decay
 
 
 def _check(
@@ -262,101 +309,3 @@ def _check(
         decay.shape[:3] == scalars and beta.shape == scalars,
         f"decay and beta are {tuple(decay.shape)}, {tuple(beta.shape)}; needed are {scalars}",
     )
-
-
-@triton.jit(do_not_specialize=["T"])
-def convolve_kernel(
-    x, weight, bias, out, T, CHANNELS, x_sequence, x_channel, x_token,
-    TAPS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Program (sequence, tokens, channels)."""
-    sequence = tl.program_id(0).to(tl.int64)
-    t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    c = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-    real = c < CHANNELS
-    x += sequence * x_sequence + c.to(tl.int64)[None, :] * x_channel
-    acc = tl.zeros([TOKENS, WIDTH], tl.float32)
-    if bias is not None:
-        acc += tl.load(bias + c, mask=real, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(TAPS):
-        w = tl.load(weight + c * TAPS + tap, mask=real, other=0.0).to(tl.float32)
-        at = t - (TAPS - 1) + tap
-        there = real[None, :] & (at >= 0)[:, None] & (t < T)[:, None]
-        own = tl.load(x + at.to(tl.int64)[:, None] * x_token, mask=there, other=0.0)
-        acc += own.to(tl.float32) * w[None, :]
-    place = out + (sequence * T + t[:, None]) * CHANNELS + c[None, :]
-    y = (activate(acc, "silu") if SILU else acc).to(out.dtype.element_ty)
-    tl.store(place, y, mask=real[None, :] & (t < T)[:, None])
-
-
-@triton.jit
-def next_kernel(
-    x, state, places, count, weight, bias, out, CHANNELS, x_sequence, x_channel,
-    TAPS: tl.constexpr, KEPT: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Program (sequence, channels)."""
-    sequence, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    real = c < CHANNELS
-    own = tl.load(x + sequence * x_sequence + c.to(tl.int64) * x_channel, mask=real, other=0.0)
-    state += (place_of(sequence, places, count) * CHANNELS + c) * KEPT
-    acc = tl.zeros([WIDTH], tl.float32)
-    if bias is not None:
-        acc += tl.load(bias + c, mask=real, other=0.0).to(tl.float32)
-    for i in tl.static_range(KEPT + 1):
-        if i < KEPT:
-            value = tl.load(state + i, mask=real, other=0.0).to(tl.float32)
-        else:
-            value = own.to(tl.float32)
-        if i >= KEPT + 1 - TAPS:
-            tap = weight + c * TAPS + i - (KEPT + 1 - TAPS)
-            acc += value * tl.load(tap, mask=real, other=0.0).to(tl.float32)
-        if i > 0:
-            tl.store(state + i - 1, value.to(state.dtype.element_ty), mask=real)
-    y = (activate(acc, "silu") if SILU else acc).to(out.dtype.element_ty)
-    tl.store(out + sequence * CHANNELS + c, y, mask=real)
-
-
-def causal_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool, state: Tensor | None = None,
-    places: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Each channel's sum over its last inputs.
-
-    Args:
-        x: Float [B, C, T], zeros before it; with a state [B, C, 1].
-        weight: Float [C, taps], the newest input's last.
-        bias: Float [C] or None.
-        silu: Whether what is returned is silu of the sum.
-        state: Float [B, C, S], contiguous, S >= taps - 1: the inputs before x; changed in place to
-            end with x. None: there are none.
-        places: As of `linear_recurrence`.
-
-    Returns:
-        Like x; channels are next to each other in memory.
-
-    Raises:
-        ValueError: a shape does not fit.
-    """
-    (batch, channels, tokens), taps = x.shape, weight.shape[1]
-    weight = weight.contiguous()
-    require(len(weight) == channels, f"{len(weight)} channels' weights for {channels} channels")
-    out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
-    if state is None:
-        grid = (batch, triton.cdiv(tokens, TOKENS), triton.cdiv(channels, BLOCK))
-        convolve_kernel[grid](
-            x, weight, bias, out, tokens, channels, *x.stride(), TAPS=taps, SILU=silu,
-            WIDTH=BLOCK, TOKENS=TOKENS,
-        )  # fmt: skip
-        return out.mT
-    kept = state.shape[-1]
-    require(
-        tokens == 1 and state.is_contiguous() and state.shape[1] == channels
-        and (places is not None or len(state) == batch) and kept >= taps - 1,
-        f"x {tuple(x.shape)} after a state {tuple(state.shape)}; needed are [B, C, 1] and a "
-        f"contiguous [B, C, {taps - 1} or more]",
-    )  # fmt: skip
-    next_kernel[(batch, triton.cdiv(channels, BLOCK))](
-        x, state, places, len(state), weight, bias, out, channels, *x.stride()[:2], TAPS=taps,
-        KEPT=kept, SILU=silu, WIDTH=BLOCK,
-    )  # fmt: skip
-    return out.mT

@@ -11,14 +11,18 @@ from inference.cpu.backend import CpuBackend
 from inference.cpu.loop import CodeStep
 from inference.models.read import StoredLinear
 from inference.transformers_code.attention import running
+from inference.transformers_code.functions import Constant
 from inference.transformers_code.known import (
     KnownGatedMLP,
+    KnownGatedNorm,
     KnownNorm,
     known_gated_mlp,
+    known_gated_norm,
     known_norm,
     use_kernels,
 )
 from inference.transformers_code.linear import BackendLinear, PartOfLinear, SharedInput
+from kernels.activations import Gate
 
 
 class Norm(nn.Module):
@@ -47,6 +51,59 @@ def test_rms_norms_are_found(offset):
 @pytest.mark.parametrize("module", [Norm("centred"), Norm("eps"), nn.LayerNorm(8), nn.Linear(8, 8)])
 def test_others_are_left_as_they_are(module):
     assert known_norm(module) is None
+
+
+def mamba2(size, **given):
+    from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+
+    return MambaRMSNormGated(size, **given)
+
+
+def falcon(size, **given):
+    from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+
+    return FalconH1RMSNormGated(size, **given)
+
+
+def kimi(size, **given):
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
+
+    return KimiLinearRMSNormGated(size, **given)
+
+
+def qwen(size, **given):
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    return Qwen3NextRMSNormGated(size, **given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "form"),
+    [
+        (mamba2, {"group_size": 4}, Gate(first=True, groups=2)),
+        (mamba2, {"group_size": 8}, Gate(first=True)),
+        (falcon, {"n_groups": 2, "norm_before_gate": False}, Gate(first=True, groups=2)),
+        (falcon, {"n_groups": 2}, Gate(groups=2)),
+        (kimi, {}, Gate(silu=False)),
+        (qwen, {}, Gate()),
+    ],
+)
+def test_gated_norms_are_found_and_compute_the_same(kind, given, form):
+    module, (x, gate) = kind(8, **given), torch.randn(2, 1, 5, 8)
+    module.weight.data = torch.rand(8)
+    found = known_gated_norm(module)
+    assert isinstance(found, KnownGatedNorm)
+    assert found._form == form
+    assert known_norm(module) is None
+    with running(CodeStep.__new__(CodeStep), 0):
+        assert torch.allclose(found(x, gate), module(x, gate), rtol=1e-4, atol=1e-5)
+
+
+def test_other_gated_norms_are_left_as_they_are():
+    module = qwen(8)
+    module.activation = "tanh"
+    assert known_gated_norm(module) is None
+    assert known_gated_norm(Norm()) is None
 
 
 class GatedMLP(nn.Module):
@@ -84,6 +141,17 @@ def test_gated_mlps_are_found_and_compute_the_same(act):
 )
 def test_other_mlps_are_left_as_they_are(module):
     assert known_gated_mlp(module) is None
+
+
+def test_what_is_computed_of_a_weight_is_computed_once():
+    weight, x = torch.randn(4), torch.randn(3, 4)
+    own = Constant.of(nn.Parameter(weight))
+    rates = -torch.exp(own.float())
+    assert rates is -own.float().exp()
+    assert type(rates * x) is torch.Tensor
+    assert torch.equal(rates * x, -weight.exp() * x)
+    assert torch.equal(own.exp().sum(), weight.exp().sum())
+    assert torch.equal(own.exp(), weight.exp())  # and not what was found of it in between
 
 
 def test_rotations_of_other_pairs_are_left_as_they_are():

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.triton import reference
-from kernels.triton.recurrence import causal_convolution, linear_recurrence
+from kernels.triton.convolution import causal_convolution
+from kernels.triton.recurrence import TimeSteps, linear_recurrence
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 
@@ -57,6 +58,26 @@ def test_a_recurrence_is_its_twin(rows, columns, by_channel, how, tokens, dtype)
     torch.testing.assert_close(found.double(), wanted, rtol=near, atol=near)
     torch.testing.assert_close(pool[places].double(), after, rtol=near, atol=near)
     assert torch.equal(pool[[1, 2]], before[[1, 2]])
+
+
+@pytest.mark.parametrize("tokens", [1, 19])
+@interpreted
+def test_decay_and_beta_follow_from_time_steps(tokens):
+    given = recurrence_inputs(tokens, 16, 8, False, torch.float32)
+    own, rate, bias = 9 * given["beta"], -torch.arange(1.0, 5.0), drawn(4, seed=7)
+    state = drawn(3, 4, 16, 8, seed=5)
+    for steps, beta in (
+        (TimeSteps(rate, bias, high=3.0), F.softplus(own + bias).clamp(max=3.0)),
+        (TimeSteps(rate, softplus=False), own),
+    ):
+        both = given | {"beta": beta, "decay": rate * beta}
+        wanted, after = reference.linear_recurrence(**both, state=state, delta=False)
+        both, found = given | {"beta": own, "decay": None}, state.clone()
+        y = linear_recurrence(**both, state=found, delta=False, steps=steps)
+        torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(found.double(), after, rtol=1e-5, atol=1e-4)
+    with pytest.raises(ValueError, match="either decay is given"):
+        linear_recurrence(**given, state=state, delta=False, steps=steps)
 
 
 @pytest.mark.parametrize("silu", [True, False])

@@ -18,5 +18,14 @@ def test_heads_are_turned_by_halves(dim):
     for x, y in zip(found, wanted, strict=True):
         assert x.is_contiguous()
         assert torch.allclose(x, y, atol=1e-5)
+    some = torch.randn(5, 5).repeat(1, 2)
+    for own, whole, x in zip(
+        rotate(q, k, some.cos(), some.sin()),
+        apply_rope(q[..., :10], k[..., :10], some.cos(), some.sin()),
+        (q, k),
+        strict=True,
+    ):
+        assert torch.allclose(own[..., :10], whole, atol=1e-5)
+        assert torch.equal(own[..., 10:], x[..., 10:])
     with pytest.raises(ValueError, match="cos is"):
         rotate(q, k, angle[:4].cos(), angle[:4].sin())
