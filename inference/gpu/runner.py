@@ -615,7 +615,7 @@ class GpuRunner:
             return ()
         rows = x["batch_index"].masked_fill(x["slots"] < 0, SPARE)
         if "piece_tokens" not in x:
-            return (Piece(torch.arange(len(rows), device=self._device), rows, whole=True),)
+            return (Piece(torch.arange(len(rows), device=self._device), rows),)
         both = zip(x["piece_tokens"], x["piece_keeps"], strict=True)
         return [Piece(tokens, rows[tokens], keeps=keeps) for tokens, keeps in both]
 

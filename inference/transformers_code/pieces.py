@@ -29,7 +29,6 @@ class Piece:
             does; None where none of them has one.
         for_others: Whether those rows are of states that the prefix cache keeps, and not of states
             before drafts.
-        whole: Whether its tokens are all of the step, in their order.
     """
 
     tokens: Tensor
@@ -37,7 +36,6 @@ class Piece:
     begins: bool = False
     keeps: Tensor | None = None
     for_others: bool = False
-    whole: bool = False
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Piece:
         """The same on another device."""
@@ -70,7 +68,7 @@ def pieces_of(work: Work, states: StateRows | None = None, *, longest: bool = Fa
             kept_in = wanted.get(stop, states.before_draft(place, stop))
             keeps = None if kept_in is None else torch.tensor([kept_in])
             found.append(Piece(tokens, row, begin == 0, keeps, for_others=stop in wanted))
-    return [replace(piece, whole=True) for piece in found] if len(found) == 1 else found
+    return found
 
 
 def alone_in(work: Work, states: StateRows) -> Bools:

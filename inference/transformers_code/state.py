@@ -117,7 +117,7 @@ class Stateful(nn.Module):
         if "attention_mask" in given:  # padding, of which there is none
             given["attention_mask"] = None
         pieces = [part for piece in current_step().pieces for part in self._parts(piece)]
-        if len(pieces) == 1 and pieces[0].whole:
+        if [len(piece.tokens) for piece in pieces] == [x.shape[1]]:  # all of the step, in its order
             return self._returned([y.flatten(0, 1)[None] for y in self._run(x[0], *pieces, given)])
         outputs: list[Tensor] = []
         with self.projections.step(x[0]) if len(pieces) > 1 else nullcontext():
@@ -159,7 +159,7 @@ class Stateful(nn.Module):
         states = self._states(piece)
         x = x[:, None] if len(piece.rows) > 1 else x[None]
         self.projections.begin(x, piece.tokens)
-        with nullcontext() if piece.whole else only_rows(piece.tokens):
+        with only_rows(piece.tokens):
             y, after = self.call(x, states, piece.begins, given)
         for pool, state in zip(self._pools, after, strict=True):
             stays = isinstance(state, StatesInRows)

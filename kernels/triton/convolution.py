@@ -107,7 +107,7 @@ def causal_convolution(
     kept = state.shape[-1]
     require(
         tokens == 1 and state.is_contiguous() and state.shape[1] == channels
-        and (places is not None or len(state) == batch) and kept >= taps - 1,
+        and len(state if places is None else places) == batch and kept >= taps - 1,
         f"x {tuple(x.shape)} after a state {tuple(state.shape)}; needed are [B, C, 1] and a "
         f"contiguous [B, C, {taps - 1} or more]",
     )  # fmt: skip

@@ -299,10 +299,11 @@ def _check(
         "[B, T, G, R] twice and [B, T, H, C], G a divisor of H",
     )
     require(
-        (places is not None or len(state) == batch)
+        len(state if places is None else places) == batch
         and state.shape[1:] == (heads, *sizes)
         and state.is_contiguous(),
-        f"the state is {tuple(state.shape)}; needed is a contiguous {(batch, heads, *sizes)}",
+        f"the state is {tuple(state.shape)}; needed is a contiguous {(batch, heads, *sizes)}, or "
+        f"{batch} places in one of more sequences",
     )
     scalars = (batch, tokens, heads)
     require(

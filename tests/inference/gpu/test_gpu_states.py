@@ -253,7 +253,7 @@ def check_predicted(engine: Engine, exact: Engine, near: float, count: int) -> N
         count: Tokens of each request.
     """
     params = SamplingParams(max_tokens=count, ignore_eos=True)
-    prompts = [[7] * 70 + [9], [40, 5, 41]]
+    prompts = [[7] * 70 + [9], [40, 5, 41], [8, 40]]  # three, in rows of drafts for four
     for ids, output in zip(prompts, engine.generate(prompts, params), strict=True):
         check_greedy(exact, ids, output.token_ids, near)
     assert DraftCounts.of(engine.speculation).tokens_per_step > 2.5  # of 4
