@@ -82,6 +82,7 @@ class Stateful(nn.Module):
         self.mixer, self.shapes, self._count = mixer, tuple(shapes), count
         self._argument = cast(str, cache_argument(mixer))
         self._names = list(inspect.signature(mixer.forward).parameters)
+        self._required = _required(mixer)
         self.continues = self.together = True
         self.outputs: int | None = None
         self.in_rows: Set[str] = frozenset()
@@ -209,7 +210,7 @@ class Stateful(nn.Module):
             layer.has_previous_state[own.index] = not begins
             if own.kind == "conv":
                 layer.conv_kernel_size[own.index] = state.shape[-1]
-        out = self.mixer(x, **{**_required(self.mixer), **given, self._argument: _cache(layer)})
+        out = self.mixer(x, **{**self._required, **given, self._argument: _cache(layer)})
         after = [getattr(layer, f"{own.kind}_states")[own.index] for own in self.shapes]
         self._values = len(out) if isinstance(out, tuple) else None
         values = out if isinstance(out, tuple) else (out,)
