@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from inference.scheduling.work import Work
+from kernels.triton.tuning import halfway
 
 PROMPTS = 8  # sequences of more than one token in a padded step
 MANY = 64  # the same, where there are more of them than that
@@ -71,12 +72,12 @@ class WholeSize:
 
 def decodes_of(sequences: int) -> Size:
     """The size of a step of so many sequences of one token each."""
-    return Size(_halfway(sequences))
+    return Size(halfway(sequences))
 
 
 def drafts_of(sequences: int, drafts: int) -> Size:
     """The size of a step of so many sequences that keep states, with so many drafts at the most."""
-    pieces = _halfway(1 + drafts, beyond=2), power_of_two(sequences)
+    pieces = halfway(1 + drafts, beyond=2), power_of_two(sequences)
     return replace(decodes_of(pieces[0] * pieces[1]), pieces=pieces)
 
 
@@ -157,12 +158,6 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _halfway(count: int, beyond: int = 32) -> int:
-    """The next power of two; beyond a number, or what is halfway to it."""
-    power = power_of_two(count)
-    return power * 3 // 4 if power > beyond and count <= power * 3 // 4 else power
-
-
 def _rounded(tokens: int) -> int:
     """The next of 16, 32, 48, 64, 96, 128, 192, ...: powers of two and what is halfway."""
-    return max(16, _halfway(tokens))
+    return max(16, halfway(tokens))

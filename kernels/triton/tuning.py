@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).with_name("tuning")
+SPLITS = (2, 3, 4, 6, 8, 12, 16)  # programs that share the pages of a tile of prompts
 PARTS = 16 << 20  # partial sums that a workspace holds
 LIKE = {  # as many SMs of the same kind, with faster memory
     "NVIDIA_H200": "NVIDIA_H100_80GB_HBM3",
@@ -98,6 +99,12 @@ def bucket(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
+def halfway(count: int, beyond: int = 32) -> int:
+    """The next power of two; beyond a number, or what is halfway to it."""
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if power > beyond and count <= power * 3 // 4 else power
+
+
 def file_of(device: torch.device) -> Path:
     """Where the table of a device is kept."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -166,7 +173,10 @@ def kv_split(
     pages are on their way in registers two deep: 8 warps are what an SM holds. Heads of more than
     128 channels go by the rule: their pages are twice as large, and fewer programs fit on an SM; of
     more than 256, where a page of K and of V in 16 bits take 128 kB, one, of two pages or more.
+    Steps of any number of sequences are cut as the padded ones next to them: each cut is a kernel
+    of its own, whose first launch takes half a second.
     """
+    sequences = halfway(sequences)
     if dim > 256:
         splits = min(multiprocessors(device) // (sequences * heads), -(-pages // 2), 64)
         stages = 1 if shared_memory(device) < 200_000 else 3 if scales else 2
@@ -195,8 +205,8 @@ def prefill_tile(
     `pages` pages.
 
     Measured (entries are keyed by head size and rows, a power of two), else by `prefill_rule`. Rows
-    that give half of them none share pages among more programs: two
-    an SM, of 16 pages or more.
+    that give half of them none share pages among more programs: two an SM, of 16 pages or more, in
+    one of eight numbers, each of which is a kernel of its own.
     """
     family = "prefill" if scales else "prefill_16_bits"
     found = _entry(device, family, f"{dim}x{bucket(rows)}")
@@ -205,8 +215,8 @@ def prefill_tile(
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     processors = multiprocessors(device)
     tile = prefill_rule(rows / processors, dim, scales, 10 * major + minor)
-    splits = min(2 * processors * tile.rows // rows, pages // 16, 16)
-    return replace(tile, splits=splits) if splits > 1 else tile
+    most = min(2 * processors * tile.rows // rows, pages // 16)
+    return replace(tile, splits=max((s for s in SPLITS if s <= most), default=tile.splits))
 
 
 def prefill_rule(share: float, dim: int, scales: int, capability: int) -> PrefillTile:

@@ -131,6 +131,17 @@ def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
     assert few == [4, 4, 4, 2, 1], "runs of 16 pages or more, two programs an SM"
 
 
+@pytest.mark.parametrize("dim", [128, 256, 512])
+def test_steps_of_any_size_run_few_kernels(monkeypatch, dim):
+    """Each number of splits is compiled: a stall of half a second."""
+    monkeypatch.setattr(tuning, "multiprocessors", lambda _: 132)
+    cuts = {n: kv_split.__wrapped__(CPU, n, 4, 72, 0, dim) for n in range(1, 65)}
+    assert all(cuts[n] == cuts[tuning.halfway(n)] for n in cuts)
+    assert len({cut.splits for cut in cuts.values()}) <= 8
+    prompts = {prefill_tile.__wrapped__(CPU, 4 * n, dim, 0, 256).splits for n in range(1, 4096)}
+    assert prompts <= {1, *tuning.SPLITS}
+
+
 def test_a_device_without_an_entry_takes_that_of_its_chip(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     monkeypatch.setattr(tuning, "LIKE", {"cpu": "twin"})
