@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from formats.command import run_command
 from formats.lock import LOCK_FILE
@@ -65,7 +66,7 @@ def stop(folder: Path, *signals: signal.Signals) -> tuple[list[int], str]:
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

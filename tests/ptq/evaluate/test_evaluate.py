@@ -180,7 +180,8 @@ def test_an_unknown_task_is_refused_with_a_near_one(lm):
     ids=["right", "wrong", "endless", "writes", "forks"],
 )
 def test_code_runs_in_a_process_with_limits(code, holds, monkeypatch):
-    monkeypatch.setattr("ptq.evaluate.local_tasks.SECONDS", 1)
+    if code.startswith("while"):  # others may wait long for a processor
+        monkeypatch.setattr("ptq.evaluate.local_tasks.SECONDS", 1)
     found = passes(code, FUNCTIONS[0][1])
     assert holds is None or found == holds
 
