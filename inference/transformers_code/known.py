@@ -121,14 +121,19 @@ def known_gated_norm(module: Any) -> KnownGatedNorm | None:
     if tried is None:
         return None
     (x, gate), weight, eps, found = tried
-    of_size = x.shape[1] // getattr(module, "group_size", x.shape[1])
-    for silu, first in product((True, False), repeat=2):
-        for groups in {1, of_size, getattr(module, "n_groups", 1)}:
-            form = Gate(silu, first, groups)
-            wanted = gated_norm(x, gate, weight, eps, form)
-            if found.shape == x.shape and torch.allclose(found, wanted, rtol=NEAR, atol=NEAR):
-                return KnownGatedNorm(module.weight.data, eps, form)
+    for silu, first, groups in product((True, False), (True, False), _groups(module, x.shape[1])):
+        form = Gate(silu, first, groups)
+        wanted = gated_norm(x, gate, weight, eps, form)
+        if found.shape == x.shape and torch.allclose(found, wanted, rtol=NEAR, atol=NEAR):
+            return KnownGatedNorm(module.weight.data, eps, form)
     return None
+
+
+def _groups(module: Any, size: int) -> set[int]:
+    """How many parts of a row of so many elements a module may norm each by itself."""
+    count, part = getattr(module, "n_groups", 1), getattr(module, "group_size", size)
+    found = {1, count, size // part if isinstance(part, int) and part else 1}
+    return {n for n in found if isinstance(n, int) and n > 0 and size % n == 0}
 
 
 def _tried_norm(module: Any, inputs: int) -> tuple[list[Tensor], Tensor, float, Tensor] | None:
