@@ -6,7 +6,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers would wait
     os.environ["OMP_NUM_THREADS"] = "1"
 
 from array import array
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -82,6 +81,14 @@ def tokenized_once():
 def unpictured(monkeypatch) -> None:
     """Reports without their pictures, a second each, where a test is not about what they show."""
     monkeypatch.setattr("ptq.report.report.draw_plots", lambda data: {})
+
+
+@pytest.fixture
+def with_threads():
+    """Sets torch's number of threads; the former one comes back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 LONG_TEXT = 20_000  # characters
@@ -163,18 +170,24 @@ def write_random(folder: Path, config, seed: int = 0) -> Path:
     return folder
 
 
+class TinyModels:
+    """Writes tiny model directories; equal arguments share one, in whichever process they are."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __call__(self, family: str = "llama", **overrides) -> Path:
+        key = sha256(str(sorted(overrides.items())).encode()).hexdigest()
+        folder = self._root / family / key[:12] / "model"
+        if not folder.exists():
+            write_model(folder.with_name("draft"), family, **overrides).rename(folder)
+        return folder
+
+
 @pytest.fixture(scope="session")
-def make_model(tmp_path_factory) -> Callable[..., Path]:
-    """Factory of tiny model directories; equal arguments share one directory."""
-    made: dict[str, Path] = {}
-
-    def make(family: str = "llama", **overrides) -> Path:
-        key = f"{family} {sorted(overrides.items())}"
-        if key not in made:
-            made[key] = write_model(tmp_path_factory.mktemp(family), family, **overrides)
-        return made[key]
-
-    return make
+def make_model(tmp_path_factory) -> TinyModels:
+    """Factory of tiny model directories, which tests in another process may call as well."""
+    return TinyModels(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
@@ -259,15 +272,20 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
         return file.finish(ScaleTable(entries=tuple(rows)))
 
 
+class QuantizedModels:
+    """Writes quantized copies of model directories; of float models the original is enough."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __call__(self, source: Path, preset: str | None = "a8w8c8") -> Path:
+        if preset in (None, "float"):
+            return source
+        out = self._root / sha256(str(source).encode()).hexdigest()[:12] / preset / "checkpoint"
+        return out if out.exists() else write_quantized(source, out, preset)
+
+
 @pytest.fixture(scope="session")
-def make_quantized(tmp_path_factory) -> Callable[..., Path]:
-    """Factory of quantized copies of model directories; equal arguments share one directory."""
-    made: dict[tuple[Path, str], Path] = {}
-
-    def make(source: Path, preset: str = "a8w8c8") -> Path:
-        if (source, preset) not in made:
-            out = tmp_path_factory.mktemp("quantized") / "checkpoint"
-            made[source, preset] = write_quantized(source, out, preset)
-        return made[source, preset]
-
-    return make
+def make_quantized(tmp_path_factory) -> QuantizedModels:
+    """Factory of quantized copies of model directories."""
+    return QuantizedModels(tmp_path_factory.mktemp("quantized"))

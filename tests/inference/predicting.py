@@ -1,6 +1,7 @@
 """What the tests of `ptq predict` share: rows written, answered and read."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +30,13 @@ def run(model: Path, source: Path, out: Path, *options: str) -> int:
 
 def answers(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def answered(
+    model: Path, folder: Path, *rows: dict | str, options: Iterable[str] = (), code: int = 0
+) -> list[dict[str, Any]]:
+    """Answers to rows or lines, of which none is lost; the command ends with a code."""
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    source, out = write(folder, *lines), folder / "out.jsonl"
+    assert run(model, source, out, *options) == code
+    return answers(out)

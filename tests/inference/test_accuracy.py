@@ -20,8 +20,7 @@ from inference.accuracy import (
     score_long,
     summarize,
 )
-from inference.config import EngineConfig
-from inference.engine import Engine
+from tests.inference.engines import engine_of
 
 VOCABULARY = 11
 
@@ -241,9 +240,10 @@ def test_nothing_to_predict_is_refused(lengths, found):
 
 
 def test_real_engines(tiny_llama, make_quantized):
-    config = EngineConfig(max_batch_size=1, max_model_len=64)
-    original = Engine.from_pretrained(tiny_llama, config=config)
-    quantized = Engine.from_pretrained(make_quantized(tiny_llama), config=config)
+    original, quantized = (
+        engine_of(folder, max_batch_size=1, max_model_len=64)
+        for folder in (tiny_llama, make_quantized(tiny_llama))
+    )
     generator = torch.Generator().manual_seed(5)
     sequences = [torch.randint(384, (n,), generator=generator) for n in (64, 20)]
     same = compare(original, original, sequences)

@@ -1,7 +1,6 @@
 """`--adapter NAME=FOLDER` of the commands: what runs with it, and what is refused."""
 
 import io
-import json
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.server import command as serve
 from tests.adapters import write_adapter
-from tests.inference.predicting import SHORT, answers, run, write
+from tests.inference.predicting import SHORT, answered
 
 NAMES = (None, "sql", "poet")
 
@@ -56,12 +55,10 @@ def test_rows_name_their_adapter(tiny_llama, engine, both, tmp_path, beams):
     names = ["poet", None, "sql", "none", 3]
     for row, name in zip(rows[1:], names[1:], strict=True):
         row |= {"adapter": name}
-    options = ["--beam-width", "2"] if beams else []
+    options = ["--quiet", *(["--beam-width", "2"] if beams else [])]
     own = [both[1]]  # of several, a row without the key runs without
     for given, first in ((own, "poet"), (both, None)):
-        source = write(tmp_path, *map(json.dumps, rows))
-        assert run(tiny_llama, source, tmp_path / "out.jsonl", *options, *given, "--quiet") == 1
-        found = answers(tmp_path / "out.jsonl")
+        found = answered(tiny_llama, tmp_path, *rows, options=[*options, *given], code=1)
         loaded = [first, None] + (["sql"] if given is both else [])
         for row, name in zip(found, loaded, strict=False):
             if beams:

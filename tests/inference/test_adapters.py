@@ -17,16 +17,14 @@ from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from kernels.cpu import native
-from tests.adapters import write_adapter
+from tests.adapters import write_adapter, write_prefix
+from tests.experts import MOE
+from tests.inference.engines import ids
+from tests.inference.parallel.thread_ranks import engine_on
 from tests.tiny_families import TINY
 
 COUNT = int(os.environ.get("PTQ_ADAPTED_REQUESTS", "60"))
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
-
-
-def ids(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 384, (count,), generator=generator).tolist()
 
 
 def with_adapter(name: str | None, params: SamplingParams = PARAMS) -> SamplingParams:
@@ -45,15 +43,18 @@ def merged_logits(base: Path, adapter: Path, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits[0]
 
 
+def adapters_of(folder: Path, base: Path) -> dict[str, Path]:
+    """Of several ranks and targets: layers that ranks cut by outputs, by inputs, and all."""
+    made = {"few": (4, ("q_proj", "v_proj")), "inputs": (5, ("down_proj", "k_proj", "o_proj"))}
+    return {
+        name: write_adapter(folder / name, base, rank, targets, seed=i, scale=0.5)
+        for i, (name, (rank, targets)) in enumerate(made.items())
+    } | {"all": write_adapter(folder / "all", base, 16, seed=7, scale=0.5)}
+
+
 @pytest.fixture
 def adapters(tmp_path, tiny_llama) -> dict[str, Path]:
-    """Of several ranks and targets."""
-    made = {"a": (4, ("q_proj", "v_proj")), "b": (5, ("down_proj", "k_proj", "o_proj"))}
-    folders = {
-        name: write_adapter(tmp_path / name, tiny_llama, rank, targets, seed=i, scale=0.5)
-        for i, (name, (rank, targets)) in enumerate(made.items())
-    }
-    return folders | {"all": write_adapter(tmp_path / "all", tiny_llama, 16, seed=7, scale=0.5)}
+    return adapters_of(tmp_path, tiny_llama)
 
 
 def engine_of(folder: Path, adapters: dict[str, Path], *, fused: bool = True, **config) -> Engine:
@@ -65,38 +66,31 @@ def engine_of(folder: Path, adapters: dict[str, Path], *, fused: bool = True, **
     return engine
 
 
-def test_logits_are_those_of_merged_weights(tiny_llama, adapters):
-    engine, tokens = engine_of(tiny_llama, adapters), ids(70)
-    base = Engine.from_pretrained(tiny_llama).score(tokens)
-    assert torch.equal(engine.score(tokens), base)
-    for name, path in adapters.items():
-        wanted = merged_logits(tiny_llama, path, tokens)
-        assert (wanted - base).abs().max() > 0.5, "the adapter changes nothing"
-        assert (engine.score(tokens, name) - wanted).abs().max() < 1e-4, name
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_logits_are_those_of_merged_weights(tmp_path, make_model, ranks):
+    """With four ranks two have a head of K and V together."""
+    path, tokens = make_model("llama", tie_word_embeddings=False), ids(70)
+    with engine_on(path, ranks, adapters_of(tmp_path, path)) as engine:
+        base = engine.score(tokens)
+        assert ranks > 1 or torch.equal(base, engine_of(path, {}).score(tokens))
+        for name, folder in engine.adapters.items():
+            wanted = merged_logits(path, folder, tokens)
+            assert (wanted - base).abs().max() > 0.5, "the adapter changes nothing"
+            assert (engine.score(tokens, name) - wanted).abs().max() < 1e-4, name
+        assert torch.equal(engine.score(tokens), base)
 
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes", "targets", "bound"),
-    [
-        *(
-            (name, TINY.get(name, {}), ("q_proj", "k_proj", "o_proj"), 2e-4)
-            for name in ("gemma2", "qwen3", "glm4")
-        ),
-        ("mixtral", EXPERTS | {"num_local_experts": 4}, ("q_proj", "o_proj"), 1e-4),
-        ("qwen3_moe", EXPERTS | {"num_experts": 4}, ("q_proj", "o_proj"), 1e-4),
-    ],
-)
-def test_other_families(tmp_path, make_model, family, sizes, targets, bound):
-    """Norms after sub-layers and of q and k, channels that are turned at load, mixtures."""
-    folder = make_model(family, **sizes)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "glm4", "mixtral", "qwen3_moe"])
+def test_other_families(tmp_path, make_model, family, ranks):
+    """Biases, norms of heads and after sub-layers, channels that are turned at load, mixtures."""
+    folder, tokens = make_model(family, **TINY.get(family, {}) | MOE.get(family, {})), ids(40)
+    targets = ("q_proj", "k_proj", "o_proj")
     path = write_adapter(tmp_path / "a", folder, targets=targets, scale=0.5)
-    engine, tokens = engine_of(folder, {"a": path}), ids(40)
-    wanted = merged_logits(folder, path, tokens)
-    assert (engine.score(tokens, "a") - wanted).abs().max() < bound
-    assert (engine.score(tokens) - wanted).abs().max() > 0.1
+    wanted, bound = merged_logits(folder, path, tokens), 1e-4 if family in MOE else 2e-4
+    with engine_on(folder, ranks, {"a": path}) as engine:
+        assert (engine.score(tokens, "a") - wanted).abs().max() < bound
+        assert (engine.score(tokens) - wanted).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("preset", ["a8w8c8", "w4", "fp8_channel"])
@@ -119,20 +113,29 @@ def test_without_compiled_kernels(tiny_llama, adapters, monkeypatch):
     assert (plain - compiled).abs().max() < 1e-4
 
 
-def test_requests_of_one_batch_do_not_touch_each_other(tiny_llama, make_quantized, adapters):
-    """Bit for bit: tokens and log probabilities, chunks of prompts and preemption included."""
-    folder = make_quantized(tiny_llama, "a8w8c8")
+@pytest.mark.parametrize("preset", [None, "a8w8c8", "k8v4"])
+def test_requests_of_one_batch_do_not_touch_each_other(
+    tmp_path, tiny_llama, make_quantized, adapters, preset
+):
+    """Bit for bit, prefixes among them: tokens and log probabilities, in chunks of prompts, after
+    preemption, and with what is found in the prefix cache."""
+    folder = make_quantized(tiny_llama, preset)
+    prefixes = {"p": (70, 0), "q": (5, 1)}
+    own = adapters | {n: write_prefix(tmp_path / n, tiny_llama, *v) for n, v in prefixes.items()}
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
-    names = [None, "a", "b", "all", "a", None, "all", "b"]
-    prompts = [ids(35 + 9 * (i % 3), seed=i) for i in range(len(names))]
-    each = [with_adapter(name, params) for name in names]
-    engine = engine_of(folder, adapters, max_batched_tokens=33, max_model_len=128, kv_blocks=5)
+    each = [with_adapter(name, params) for name in [None, *own] * 2]
+    prompts = [ids(25 + 9 * (i % 4), seed=i % 5) for i in range(len(each))]
+    engine = engine_of(folder, own, max_batched_tokens=33, max_model_len=192, kv_blocks=5)
+    quiet = engine_of(folder, own, max_model_len=192, prefix_cache=False)
     together = engine.generate(prompts, each)
-    engine.check_integrity()
     assert engine.stats().preemptions > 0
-    for prompt, own, found in zip(prompts, each, together, strict=True):
-        alone = engine_of(folder, adapters).generate([prompt], own)[0]
-        assert (found.token_ids, found.logprobs) == (alone.token_ids, alone.logprobs)
+    again = engine.generate(prompts, each)
+    assert engine.stats().hit_tokens > 0
+    engine.check_integrity()
+    for prompt, params, *found in zip(prompts, each, together, again, strict=True):
+        alone = quiet.generate([prompt], params)[0]
+        for one in found:
+            assert (one.token_ids, one.logprobs) == (alone.token_ids, alone.logprobs)
 
 
 def test_what_is_cached_is_found_by_requests_of_the_same_adapter_alone(tiny_llama, adapters):
@@ -141,17 +144,15 @@ def test_what_is_cached_is_found_by_requests_of_the_same_adapter_alone(tiny_llam
     def hits(name: str | None) -> int:
         before = engine.stats().hit_tokens
         found = engine.generate([prompt], with_adapter(name))[0].token_ids
-        assert (
-            found
-            == engine_of(tiny_llama, adapters).generate([prompt], with_adapter(name))[0].token_ids
-        )
+        (alone,) = engine_of(tiny_llama, adapters).generate([prompt], with_adapter(name))
+        assert found == alone.token_ids
         return engine.stats().hit_tokens - before
 
-    assert [hits(name) for name in (None, "a", "all", None, "a")] == [0, 0, 0, 128, 128]
-    engine.unload_adapter("a")
-    engine.load_adapter("a", adapters["b"])  # the same name and slot, another adapter
+    assert [hits(name) for name in (None, "few", "all", None, "few")] == [0, 0, 0, 128, 128]
+    engine.unload_adapter("few")
+    engine.load_adapter("few", adapters["inputs"])  # the same name and slot, another adapter
     before = engine.stats().hit_tokens
-    engine.generate([prompt], with_adapter("a"))
+    engine.generate([prompt], with_adapter("few"))
     assert engine.stats().hit_tokens == before
 
 
@@ -170,11 +171,11 @@ def test_beams_and_drafts(tiny_llama, adapters):
 
 
 def test_names_that_are_used_unknown_or_in_use(tiny_llama, adapters):
-    engine = engine_of(tiny_llama, {"a": adapters["a"]})
+    engine = engine_of(tiny_llama, {"a": adapters["few"]})
     with pytest.raises(RequestError, match="'a' is loaded already"):
-        engine.load_adapter("a", adapters["b"])
+        engine.load_adapter("a", adapters["inputs"])
     with pytest.raises(RequestError, match="allowed are letters"):
-        engine.load_adapter("a b", adapters["b"])
+        engine.load_adapter("a b", adapters["inputs"])
     for refused in (
         lambda: engine.add_request(ids(3), with_adapter("b")),
         lambda: engine.score(ids(3), "b"),
@@ -197,13 +198,15 @@ def test_what_cannot_be_run_with_is_refused_by_name(tmp_path, tiny_llama, make_m
         engine_of(tiny_llama, adapters, transformers_code=True)
     other = make_model("llama", hidden_size=64)
     with pytest.raises(CheckpointError, match="q_proj"):
-        engine_of(other, {"a": adapters["a"]})
+        engine_of(other, {"a": adapters["few"]})
 
 
-def test_many_requests_adapters_loads_and_unloads(tiny_llama, adapters):
+@pytest.mark.parametrize(("ranks", "count"), [(1, COUNT), (2, COUNT // 2)])
+def test_many_requests_adapters_loads_and_unloads(tmp_path, tiny_llama, ranks, count):
     """PTQ_ADAPTED_REQUESTS in the environment asks for another number of requests."""
-    engine = engine_of(tiny_llama, {}, max_batch_size=4, max_model_len=128, kv_blocks=9)
-    mix_requests(engine, tiny_llama, list(adapters.values()), COUNT)
+    folders = list(adapters_of(tmp_path, tiny_llama).values())
+    with engine_on(tiny_llama, ranks, max_batch_size=4, kv_blocks=9) as engine:
+        mix_requests(engine, tiny_llama, folders, count)
 
 
 def mix_requests(engine: Engine, base: Path, folders: list[Path], count: int) -> None:

@@ -9,12 +9,12 @@ import torch
 
 from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamParams, BeamSearch, Hypothesis, beam_search
-from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence
+from tests.inference.engines import engine_of
 from tests.inference.logits_engine import LogitsEngine
 
 MODES = [True, False, "never"]
@@ -44,7 +44,7 @@ def default_model():
 
 @pytest.fixture(scope="module")
 def default_engine():
-    return Engine.from_pretrained(DEFAULT_MODEL)
+    return engine_of(DEFAULT_MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -186,39 +186,14 @@ TEXTS = ["def add(a, b):\n", "class Node:\n" * 9, "import os\n" * 12, "x = 1\n" 
 WIDE = BeamParams(beam_width=5, n=5, max_tokens=100, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def alone(folder):
-    """What each text gives where nothing else runs."""
-    return [beam_search(Engine.from_pretrained(folder), [text], WIDE)[0] for text in TEXTS]
-
-
-@pytest.mark.parametrize("blocks", [16, 18, 64])
-def test_beams_that_are_preempted_or_share_steps_are_the_same(folder, alone, blocks):
-    sizes = EngineConfig(max_batch_size=20, max_batched_tokens=50, max_model_len=300)
-    engine = Engine.from_pretrained(folder, config=sizes.model_copy(update={"kv_blocks": blocks}))
-    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=i) for i in range(3)]
-    lone = [Engine.from_pretrained(folder).generate(["x"], one)[0].token_ids for one in params]
-    searches = [BeamSearch(engine, text, WIDE) for text in TEXTS]
-    names = [engine.add_request("x", one) for one in params]
-    ended = {}
-    while engine.has_unfinished:
-        result = engine.advance()
-        ended |= {output.request_id: output.token_ids for output in result.finished}
-        for search in searches:
-            search.take(result)
-    assert [search.hypotheses for search in searches] == alone
-    assert [ended[name] for name in names] == lone
-    assert engine.stats().preemptions > 0 or blocks == 64
-    assert is_idle(engine)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_searches_and_requests_that_come_and_leave_in_any_order(folder, seed):
-    """In a cache that is too small for them, all that stay end, with what they give alone."""
+@pytest.mark.parametrize(("seed", "blocks"), [(0, 9), (1, 9), (2, 9), (3, 16), (4, 64)])
+def test_searches_and_requests_that_come_and_leave_in_any_order(folder, seed, blocks):
+    """Also in a cache that is too small for them all that stay end, with what they give alone."""
     rng = random.Random(seed)
-    sizes = EngineConfig(max_batch_size=14, max_batched_tokens=60, max_model_len=300, kv_blocks=9)
-    engine, reference = Engine.from_pretrained(folder, config=sizes), Engine.from_pretrained(folder)
+    sizes = {"max_batch_size": 14, "max_batched_tokens": 60, "max_model_len": 300}
+    engine, reference = engine_of(folder, kv_blocks=blocks, **sizes), engine_of(folder)
     searches, done, left = [], {}, set()
+    plain = [SamplingParams(max_tokens=9, temperature=float(i % 2), seed=i) for i in range(18)]
     for i in range(18):
         width = rng.randint(1, 4)
         params = BeamParams(
@@ -226,7 +201,7 @@ def test_searches_and_requests_that_come_and_leave_in_any_order(folder, seed):
         )
         prompt = [rng.randrange(1, 384)] * rng.randint(1, 90)
         searches.append((prompt, BeamSearch(engine, prompt, params, name=f"beams-{i}")))
-        engine.add_request(prompt, SamplingParams(max_tokens=9), request_id=f"plain-{i}")
+        engine.add_request(prompt, plain[i], request_id=f"plain-{i}")
     for _ in range(4000):
         result = engine.advance()
         done |= {output.request_id: output for output in result.finished}
@@ -239,18 +214,25 @@ def test_searches_and_requests_that_come_and_leave_in_any_order(folder, seed):
         if not engine.has_unfinished:
             break
     assert is_idle(engine)
-    assert engine.stats().preemptions > 0
+    assert engine.stats().preemptions > 0 or blocks == 64
     for prompt, search in searches:
         if search.name not in left:
             assert [search.hypotheses] == beam_search(reference, [prompt], search.params)
     for i, (prompt, _) in enumerate(searches):
-        want = reference.generate([prompt], SamplingParams(max_tokens=9))[0].token_ids
+        want = reference.generate([prompt], plain[i])[0].token_ids
         assert done[f"plain-{i}"].token_ids == want
 
 
+@pytest.fixture
+def engine(folder):
+    """One that is idle in the end."""
+    made = engine_of(folder)
+    yield made
+    assert is_idle(made)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 30])
-def test_a_search_that_is_aborted_leaves_nothing(folder, steps):
-    engine = Engine.from_pretrained(folder)
+def test_a_search_that_is_aborted_leaves_nothing(engine, steps):
     search = BeamSearch(engine, TEXTS[1], WIDE)
     for _ in range(steps):
         search.take(engine.advance())
@@ -258,18 +240,16 @@ def test_a_search_that_is_aborted_leaves_nothing(folder, steps):
     search.abort()
     search.abort()
     assert search.done
-    assert is_idle(engine)
 
 
 def test_a_search_ends_where_the_model_length_does(folder):
-    engine = Engine.from_pretrained(folder, config=EngineConfig(max_model_len=20))
+    engine = engine_of(folder, max_model_len=20)
     found = beam_search(engine, [[5] * 14], WIDE)[0]
     assert {len(h.token_ids) for h in found} == {6}
     assert {h.finish_reason for h in found} == {"length"}
 
 
-def test_logits_that_are_not_finite_end_the_search_only(folder, monkeypatch):
-    engine = Engine.from_pretrained(folder)
+def test_logits_that_are_not_finite_end_the_search_only(engine, monkeypatch):
     search, other = BeamSearch(engine, TEXTS[0], WIDE), BeamSearch(engine, TEXTS[1], WIDE)
     drive(engine, search, steps=6)
     run = engine.loop.forward
@@ -281,7 +261,6 @@ def test_logits_that_are_not_finite_end_the_search_only(folder, monkeypatch):
     assert "NaN" in search.error
     assert not other.done
     other.abort()
-    assert is_idle(engine)
 
 
 @pytest.mark.parametrize(
@@ -318,28 +297,25 @@ def test_parameters_cross_between_processes():
     ],
 )
 def test_beams_that_do_not_fit_are_refused_before_they_run(folder, sizes, values, words):
-    engine = Engine.from_pretrained(folder, config=EngineConfig(max_model_len=300, **sizes))
+    engine = engine_of(folder, max_model_len=300, **sizes)
     with pytest.raises(RequestError, match=words):
         beam_search(engine, [[1] * 70, [2] * 100], WIDE.model_copy(update=values))
     assert is_idle(engine)
 
 
-def test_beams_that_would_hide_the_steps_of_others_are_refused(folder):
-    engine = Engine.from_pretrained(folder)
+def test_beams_that_would_hide_the_steps_of_others_are_refused(engine):
     engine.add_request("x", SamplingParams(max_tokens=2))
     with pytest.raises(EngineError, match="other requests run"):
         beam_search(engine, ["x"], WIDE)
     assert len([o for _ in range(2) for o in engine.step()]) == 2
 
 
-def test_a_failed_step_is_told(folder, monkeypatch):
-    engine = Engine.from_pretrained(folder)
+def test_a_failed_step_is_told(engine, monkeypatch):
     monkeypatch.setattr(engine.loop, "forward", lambda batch: 1 / 0)
     with pytest.raises(EngineError, match="division by zero"):
         beam_search(engine, ["x"], WIDE)
     monkeypatch.undo()
     assert len(beam_search(engine, ["x"], WIDE)[0]) == 5
-    assert is_idle(engine)
 
 
 def test_held_requests_that_wait_for_each_other_are_no_deadlock():

@@ -4,8 +4,8 @@ import pytest
 
 from formats import memory
 from inference.config import EngineConfig
-from inference.engine import Engine
 from inference.requests.request import SamplingParams
+from tests.inference.engines import engine_of
 
 GB = 10**9
 
@@ -19,11 +19,11 @@ def test_a_share_is_bounded_by_what_can_be_of_use():
 
 def test_the_engine_takes_its_share(tiny_llama, monkeypatch):
     monkeypatch.setattr("inference.cpu.backend.available_bytes", lambda: 10 * 2**20)
-    shared = Engine.from_pretrained(tiny_llama, config=EngineConfig(kv_memory=0.5))
+    shared = engine_of(tiny_llama, kv_memory=0.5)
     each = 64 * shared.kv_bytes_per_token
     assert shared.config.kv_blocks == shared.stats().total == 5 * 2**20 // each
     assert len(shared.pools[0].k) == shared.config.kv_blocks
-    said = Engine.from_pretrained(tiny_llama, config=EngineConfig(kv_memory=0.5, kv_blocks=9))
+    said = engine_of(tiny_llama, kv_memory=0.5, kv_blocks=9)
     assert said.stats().total == 9
     params = SamplingParams(max_tokens=4)
     assert shared.generate(["x"], params)[0].token_ids == said.generate(["x"], params)[0].token_ids

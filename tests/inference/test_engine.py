@@ -1,21 +1,17 @@
 """Requests: the same answer in any company, and no block of the cache ever lost."""
 
 import json
-import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from formats.errors import CheckpointError, EngineError, RequestError
-from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
+from tests.inference.engines import engine_of, finish, tokens_of
 from tests.inference.speculate.requests import TEXTS as PROMPTS
-
-
-def engine(folder, **config) -> Engine:
-    return Engine.from_pretrained(folder, config=EngineConfig(**config))
 
 
 def prompts(count: int) -> list[str]:
@@ -24,7 +20,7 @@ def prompts(count: int) -> list[str]:
 
 @pytest.fixture(params=["float", "a8w8c8", "a8w8_dynamic"])
 def folder(request, tiny_llama, make_quantized):
-    return tiny_llama if request.param == "float" else make_quantized(tiny_llama, request.param)
+    return make_quantized(tiny_llama, request.param)
 
 
 def test_greedy_output_does_not_depend_on_the_batch(folder):
@@ -32,12 +28,12 @@ def test_greedy_output_does_not_depend_on_the_batch(folder):
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     runs = {}
     for size in (1, 3, 16):
-        runner = engine(folder, max_batch_size=size)
+        runner = engine_of(folder, max_batch_size=size)
         runs[size] = [o.token_ids for o in runner.generate(texts, params)]
         runner.check_integrity()
-    backwards = engine(folder).generate(texts[::-1], params)[::-1]
-    streamed = [list(engine(folder).stream(text, params))[-1].token_ids for text in texts[:4]]
-    small = engine(folder, max_batched_tokens=5).generate(texts, params)
+    backwards = engine_of(folder).generate(texts[::-1], params)[::-1]
+    streamed = [list(engine_of(folder).stream(text, params))[-1].token_ids for text in texts[:4]]
+    small = engine_of(folder, max_batched_tokens=5).generate(texts, params)
     assert runs[1] == runs[3] == runs[16] == [o.token_ids for o in backwards]
     assert runs[1] == [o.token_ids for o in small]
     assert runs[1][:4] == streamed
@@ -47,70 +43,35 @@ def test_greedy_output_does_not_depend_on_the_batch(folder):
 def test_each_end_token_of_generation_config_ends_an_output(tiny_llama, tmp_path):
     """Chat models name several: one for the text, one for the turn."""
     made = list(
-        engine(tiny_llama).generate(["class Node:\n"], SamplingParams(max_tokens=9))[0].token_ids
+        engine_of(tiny_llama).generate(["class Node:\n"], SamplingParams(max_tokens=9))[0].token_ids
     )
     ends = sorted({made[-1], made[2]})
     model = shutil.copytree(tiny_llama, tmp_path / "model")
     generation = {"eos_token_id": [0, *ends]}
     (model / "generation_config.json").write_text(json.dumps(generation))
-    output = engine(model).generate(["class Node:\n"], SamplingParams(max_tokens=9))[0]
+    output = engine_of(model).generate(["class Node:\n"], SamplingParams(max_tokens=9))[0]
     first = min(made.index(token) for token in ends)
     assert list(output.token_ids) == made[: first + 1]
     assert output.finish_reason == "stop"
-    assert output.text == engine(model).tokenizer.decode(made[:first])
+    assert output.text == engine_of(model).tokenizer.decode(made[:first])
 
 
 def test_preemption_changes_nothing(folder):
     texts = prompts(10)
     params = SamplingParams(max_tokens=120, ignore_eos=True)
-    want = [o.token_ids for o in engine(folder).generate(texts, params)]
-    tight = engine(folder, kv_blocks=8)
-    sequences = []
+    want = [o.token_ids for o in engine_of(folder).generate(texts, params)]
+    tight = engine_of(folder, kv_blocks=8)
     for text in texts:
         tight.add_request(text, params)
     sequences = list(tight._scheduler.waiting)
-    got = {}
-    while tight.has_unfinished:
-        got |= {o.request_id: o.token_ids for o in tight.step() if o.finished}
-        tight.check_integrity()
+    got = finish(tight)
     assert sum(s.preemptions for s in sequences) > 3
-    assert [got[s.name] for s in sequences] == want
+    assert [got[s.name].token_ids for s in sequences] == want
     assert tight.stats().free + tight.stats().cached == 8
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_arrivals_cancellations_and_preemptions_in_any_order(folder, seed):
-    rng = random.Random(seed)
-    runner = engine(folder, kv_blocks=9, max_batch_size=4, max_batched_tokens=rng.choice([6, 100]))
-    quiet = engine(folder)
-    texts, answers, cancelled = prompts(12), {}, set()
-    todo = list(range(12))
-    rng.shuffle(todo)
-    params = [SamplingParams(max_tokens=rng.randint(1, 60), ignore_eos=True) for _ in texts]
-    while todo or runner.has_unfinished:
-        if todo and rng.random() < 0.4:
-            i = todo.pop()
-            runner.add_request(texts[i], params[i], str(i))
-        if runner._requests and rng.random() < 0.05:
-            name = rng.choice(sorted(runner._requests))
-            cancelled.add(name)
-            output = runner.abort(name)
-            assert output.finish_reason == "abort"
-        for output in runner.step():
-            if output.finished:
-                answers[output.request_id] = output.token_ids
-        runner.check_integrity()
-        stats = runner.stats()
-        assert stats.free + stats.used + stats.cached == stats.total
-    assert runner.stats().used == 0
-    assert set(answers) | cancelled == {str(i) for i in range(12)}
-    for name in list(answers)[:5]:
-        i = int(name)
-        assert quiet.generate([texts[i]], params[i])[0].token_ids == answers[name]
-
-
 def test_a_stream_is_the_text_in_pieces_and_closing_it_frees_the_cache(tiny_llama):
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.5, seed=3)
     whole = runner.generate([PROMPTS[0]], params)[0]
     pieces = list(runner.stream(PROMPTS[0], params))
@@ -126,7 +87,7 @@ def test_a_stream_is_the_text_in_pieces_and_closing_it_frees_the_cache(tiny_llam
 
 
 def test_what_others_gain_while_one_streams_is_not_lost(tiny_llama):
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     other = runner.add_request(PROMPTS[1], SamplingParams(max_tokens=5, ignore_eos=True))
     list(runner.stream(PROMPTS[0], SamplingParams(max_tokens=20, ignore_eos=True)))
     (output,) = [o for o in runner.step() if o.request_id == other]
@@ -137,7 +98,7 @@ def test_what_others_gain_while_one_streams_is_not_lost(tiny_llama):
 
 
 def test_what_is_interrupted_holds_no_cache(tiny_llama, monkeypatch):
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     wanted = runner.generate(prompts(2), params)
     step, count = runner.loop.step, iter(range(9))
@@ -158,7 +119,7 @@ def test_what_is_interrupted_holds_no_cache(tiny_llama, monkeypatch):
 
 
 def test_end_tokens(tiny_llama):
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     free = runner.generate([PROMPTS[0]], SamplingParams(max_tokens=30, ignore_eos=True))[0]
     token = free.token_ids[7]
     first = free.token_ids.index(token)
@@ -174,7 +135,7 @@ def test_end_tokens(tiny_llama):
 
 
 def test_a_stop_text_across_tokens_is_found_and_never_shown(tiny_llama):
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.0, seed=1)
     free = runner.generate([PROMPTS[0]], params)[0]
     starts = [len(runner.tokenizer.decode(free.token_ids[:n])) for n in range(10, 40)]
@@ -188,13 +149,13 @@ def test_a_stop_text_across_tokens_is_found_and_never_shown(tiny_llama):
 
 
 def test_logprobs_are_those_of_the_model(tiny_llama):
-    runner = engine(tiny_llama, max_batched_tokens=4)  # prompt log probabilities over chunks
+    runner = engine_of(tiny_llama, max_batched_tokens=4)  # prompt log probabilities over chunks
     params = SamplingParams(
         max_tokens=5, ignore_eos=True, logprobs=3, prompt_logprobs=2, temperature=2.0, seed=0
     )
     output = runner.generate([PROMPTS[0]], params)[0]
-    ids = [*output.prompt_token_ids, *output.token_ids]
-    table = torch.log_softmax(engine(tiny_llama).score(ids), dim=-1)
+    ids = tokens_of(output)
+    table = torch.log_softmax(engine_of(tiny_llama).score(ids), dim=-1)
     assert output.logprobs is not None
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
@@ -211,7 +172,7 @@ def test_logprobs_are_those_of_the_model(tiny_llama):
 
 def test_bias_and_min_p_are_a_requests_own(tiny_llama):
     """Log probabilities stay the model's; others in the batch keep their tokens."""
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     plain = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=0)
     biased = plain.model_copy(update={"logit_bias": ((7, 100.0),)})
     sharp = SamplingParams(max_tokens=4, ignore_eos=True, temperature=5.0, min_p=1.0, seed=1)
@@ -227,7 +188,7 @@ def test_bias_and_min_p_are_a_requests_own(tiny_llama):
 
 def test_a_seed_gives_the_same_tokens_in_any_company(tiny_llama):
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, top_p=0.9, seed=7)
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     alone = runner.generate([PROMPTS[0]], params)[0].token_ids
     crowd = runner.generate([*prompts(6), PROMPTS[0]], params)[-1].token_ids
     other = runner.generate([PROMPTS[0]], params.model_copy(update={"seed": 8}))[0].token_ids
@@ -236,7 +197,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(tiny_llama):
 
 
 def test_the_length_of_a_request_is_limited(tiny_llama):
-    runner = engine(tiny_llama, max_model_len=64)
+    runner = engine_of(tiny_llama, max_model_len=64)
     output = runner.generate([[5] * 60], SamplingParams(max_tokens=50, ignore_eos=True))[0]
     assert (len(output.token_ids), output.finish_reason) == (4, "length")
     room = (
@@ -245,32 +206,46 @@ def test_the_length_of_a_request_is_limited(tiny_llama):
     with pytest.raises(RequestError, match=room):
         runner.add_request([5] * 64)
     with pytest.raises(RequestError, match="no room in max_model_len 512; shorten it$"):
-        engine(tiny_llama).add_request([5] * 512)
+        engine_of(tiny_llama).add_request([5] * 512)
 
 
 def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_read(tiny_llama, tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(tiny_llama / name, tmp_path)
     with pytest.raises(CheckpointError, match="tokenizer cannot be loaded; put .* tokenizer.json"):
-        engine(tmp_path)
+        engine_of(tmp_path)
+
+
+@pytest.fixture
+def damaged(tiny_llama, tmp_path) -> Path:
+    """A copy of a model whose files may be changed."""
+    return shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize("kind", ["LlamaTokenizer", "TokenizersBackend", "Qwen2Tokenizer"])
-def test_settings_without_a_vocabulary_are_no_tokenizer(tiny_llama, tmp_path, kind):
+def test_settings_without_a_vocabulary_are_no_tokenizer(damaged, kind):
     """transformers makes an empty one of them, to which every prompt is empty."""
-    shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    (damaged / "tokenizer.json").unlink()
+    (damaged / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
     with pytest.raises(CheckpointError, match="there is none: no tokenizer.json"):
-        engine(tmp_path)
+        engine_of(damaged)
 
 
-@pytest.mark.parametrize("text", ["{}", "{", '{"model": 3}', '{"model": {"type": "BPE"}}'])
-def test_a_damaged_tokenizer_is_refused(tiny_llama, tmp_path, text):
-    shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(CheckpointError, match="tokenizer cannot be loaded"):
-        engine(tmp_path)
+NONE_GENERATED = ("", "{", "[]", '{"eos_token_id": {}}', '{"eos_token_id": ["a"]}')
+NO_TOKENIZER = ("{}", "{", '{"model": 3}', '{"model": {"type": "BPE"}}')
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        *(("tokenizer.json", text, "tokenizer cannot be loaded") for text in NO_TOKENIZER),
+        *(("generation_config.json", text, "generation_config.json") for text in NONE_GENERATED),
+    ],
+)
+def test_a_damaged_file_is_refused(damaged, file, text, words):
+    (damaged / file).write_text(text)
+    with pytest.raises(CheckpointError, match=words):
+        engine_of(damaged)
 
 
 @pytest.mark.parametrize(
@@ -293,23 +268,18 @@ def test_a_damaged_tokenizer_is_refused(tiny_llama, tmp_path, text):
         ("layer_types", ["none", "such"], "transformers refuses it"),
         ("initializer_range", "x", "transformers refuses it"),
         ("eos_token_id", {"a": 1}, "eos_token_id"),
+        ("model_type", "bert", "bert"),
+        ("hidden_act", "relu", "relu"),
+        ("tie_word_embeddings", False, "lm_head.weight is missing"),
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "dynamic"),
     ],
 )
-def test_a_value_of_config_json_that_is_none(tiny_llama, tmp_path, key, value, words):
-    shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
+def test_a_value_of_config_json_that_is_none_or_not_run_here(damaged, key, value, words):
+    config = json.loads((damaged / "config.json").read_text())
     changed = {k: v for k, v in (config | {key: value}).items() if v is not None}
-    (tmp_path / "config.json").write_text(json.dumps(changed))
+    (damaged / "config.json").write_text(json.dumps(changed))
     with pytest.raises(CheckpointError, match=words):
-        engine(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"eos_token_id": {}}', '{"eos_token_id": ["a"]}'])
-def test_a_damaged_generation_config_is_refused(tiny_llama, tmp_path, text):
-    shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match="generation_config.json"):
-        engine(tmp_path)
+        engine_of(damaged)
 
 
 @pytest.mark.parametrize(
@@ -322,25 +292,25 @@ def test_a_damaged_generation_config_is_refused(tiny_llama, tmp_path, text):
     ],
 )
 def test_extreme_parameters_break_no_step(tiny_llama, values):
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     params = SamplingParams(max_tokens=3, seed=0, ignore_eos=not values.get("min_tokens"), **values)
     assert len(runner.generate(["x"], params)[0].token_ids) == 3
 
 
 def test_end_tokens_that_the_model_does_not_know(tiny_llama, monkeypatch):
     """They would be looked for among the logits, and end the requests of all others as well."""
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     for token in (384, -1):
         with pytest.raises(RequestError, match="not in the vocabulary of 384") as caught:
             runner.add_request("a", SamplingParams(stop_token_ids=(token,)))
         assert caught.value.param == "stop_token_ids"
     monkeypatch.setattr("inference.engine.end_tokens", lambda *_: frozenset({0, 500}))
     params = SamplingParams(max_tokens=3, min_tokens=3)
-    assert len(engine(tiny_llama).generate(["a"], params)[0].token_ids) == 3
+    assert len(engine_of(tiny_llama).generate(["a"], params)[0].token_ids) == 3
 
 
 def test_prompts_that_are_not_allowed(tiny_llama):
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     for prompt in ("", [], [384], [-1]):
         with pytest.raises(RequestError) as caught:
             runner.add_request(prompt)
@@ -356,13 +326,13 @@ def test_prompts_that_are_not_allowed(tiny_llama):
 
 def test_an_engine_that_cannot_hold_one_request_is_refused(tiny_llama):
     with pytest.raises(EngineError, match="kv_blocks 3"):
-        engine(tiny_llama, kv_blocks=3)
+        engine_of(tiny_llama, kv_blocks=3)
     with pytest.raises(EngineError, match="1000 is more than the model's 512"):
-        engine(tiny_llama, max_model_len=1000)
+        engine_of(tiny_llama, max_model_len=1000)
 
 
 def test_a_broken_step_loses_its_requests_and_not_the_engine(tiny_llama, monkeypatch):
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     runner.add_request("a")
     monkeypatch.setattr(runner.loop, "forward", lambda *_: 1 / 0)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
@@ -374,7 +344,7 @@ def test_a_broken_step_loses_its_requests_and_not_the_engine(tiny_llama, monkeyp
 
 
 def test_logits_that_are_not_finite_end_the_request_only(tiny_llama, monkeypatch):
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     forward = runner.loop.forward
 
     def broken(batch):
@@ -392,6 +362,12 @@ def test_logits_that_are_not_finite_end_the_request_only(tiny_llama, monkeypatch
     runner.check_integrity()
 
 
-def test_a_device_that_is_not_here_is_refused_before_the_model_is_looked_at(tmp_path):
-    with pytest.raises(EngineError, match=r"^device: found 'cuda:99', but torch sees \d+ GPUs"):
-        Engine.from_pretrained(tmp_path / "nowhere", device="cuda:99")
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [("gpu", ""), ("mps", ""), ("cuda:99", r" 'cuda:99', but torch sees \d+ GPUs")],
+)
+def test_a_device_that_is_not_here_is_refused_before_the_model_is_looked_at(
+    tmp_path, device, words
+):
+    with pytest.raises(EngineError, match=f"^device: found{words}"):
+        Engine.from_pretrained(tmp_path / "nowhere", device=device)

@@ -1,7 +1,6 @@
 """The predict command: prompts, streams, and arguments that are refused."""
 
 import io
-import json
 
 import pytest
 
@@ -9,12 +8,15 @@ from formats.command import run_command
 from inference import predict
 from inference.beam_search import BeamParams, beam_search
 from inference.requests.request import SamplingParams
-from tests.inference.predicting import SHORT, answers, greedy, run, write
+from tests.inference.predicting import SHORT, answered, greedy
 
 
-def test_a_prompt_is_completed(model, engine, capsys):
-    assert predict.main([str(model), "--prompt", "def add(a", *SHORT]) == 0
-    assert capsys.readouterr().out == greedy(engine, "def add(a") + "\n"
+@pytest.mark.parametrize("given", [None, "def add(a, b):\n"])
+def test_a_prompt_is_completed(model, engine, monkeypatch, capsys, given):
+    """From standard input it is taken as it is."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(given))
+    assert predict.main([str(model), "--prompt", "-" if given else "def add(a", *SHORT]) == 0
+    assert capsys.readouterr().out == greedy(engine, given or "def add(a") + "\n"
 
 
 def test_the_length_of_a_request_can_be_chosen(model, capsys):
@@ -41,12 +43,6 @@ def test_streaming_prints_the_same_text_bit_by_bit(model, engine, monkeypatch, c
     assert len([text for text in printed if text]) > 2
 
 
-def test_a_prompt_from_standard_input_is_taken_as_it_is(model, engine, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("def add(a, b):\n"))
-    assert predict.main([str(model), "--prompt", "-", *SHORT]) == 0
-    assert capsys.readouterr().out == greedy(engine, "def add(a, b):\n") + "\n"
-
-
 def test_stop_texts_end_an_output(model, engine, capsys):
     text = greedy(engine, "def add(a")
     assert predict.main([str(model), "--prompt", "def add(a", "--stop", text[2:4], *SHORT]) == 0
@@ -61,9 +57,9 @@ def test_beams_are_searched_for_a_prompt_and_for_rows(model, engine, tmp_path, c
     texts = [found[0].text(engine.tokenizer) for found in beam_search(engine, prompts, params)]
     assert capsys.readouterr().out == texts[0] + "\n"
     rows = [{"src": prompt, "tgt": "x"} for prompt in prompts]
-    source = write(tmp_path, *map(json.dumps, rows), "{}")
-    assert run(model, source, tmp_path / "out.jsonl", *options) == 1  # the last holds no prompt
-    found = answers(tmp_path / "out.jsonl")
+    found = answered(
+        model, tmp_path, *rows, "{}", options=options, code=1
+    )  # the last has no prompt
     assert [row["output"] for row in found] == [*texts, None]
     assert all(row["logprob"] < 0 for row in found[:2])
 

@@ -9,11 +9,11 @@ import torch
 
 from formats.errors import EngineError
 from formats.scheme import KVCacheSpec
-from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.models.kv_cache import CacheShape, LayerCache, copy_blocks
 from inference.requests.request import SamplingParams
-from tests.inference.test_adapters import ids
+from tests.inference.engines import engine_of as tiny_engine
+from tests.inference.engines import finish, ids
 
 KINDS = {
     "float": None,
@@ -31,7 +31,7 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=3)
 
 def engine_of(folder, kind: str = "float", **config) -> Engine:
     """An engine whose cache is of some kind, with made-up static scales."""
-    engine = Engine.from_pretrained(folder, config=EngineConfig(**config))
+    engine = tiny_engine(folder, **config)
     spec, shape = KINDS[kind], engine.model.config
     heads, dim = shape.kv_heads, shape.head_dim
     static = None
@@ -122,10 +122,7 @@ def test_a_preempted_request_finds_what_it_had_computed(tiny_llama):
     wanted = [answer(engine_of(tiny_llama), ids(60, seed), params) for seed in range(2)]
     engine = engine_of(tiny_llama, kv_blocks=4, max_model_len=200)
     names = [engine.add_request(ids(60, seed), params) for seed in range(2)]
-    found = {}
-    while engine.has_unfinished:
-        found |= {out.request_id: out for out in engine.step() if out.finished}
-        engine.check_integrity()
+    found = finish(engine)
     assert [(found[n].token_ids, found[n].logprobs, None) for n in names] == wanted
     stats = engine.stats()
     assert stats.preemptions == 1
@@ -145,7 +142,7 @@ def test_who_wants_the_prompts_log_probabilities_computes_it(tiny_llama):
 
 def test_models_that_share_a_cache_find_only_what_they_computed(tiny_llama, make_model):
     engine = engine_of(tiny_llama)
-    other = Engine.from_pretrained(make_model("llama", seed=5))
+    other = tiny_engine(make_model("llama", seed=5))
     twin = engine.variant(other.model.layers, engine.pools)
     prompt = ids(200)
     wanted = answer(engine, prompt)

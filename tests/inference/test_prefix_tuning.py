@@ -8,14 +8,13 @@ from safetensors.torch import load_file, save_file
 
 from formats.errors import CheckpointError, EngineError, RecipeError, RequestError
 from inference.beam_search import BeamParams, beam_search
-from inference.config import EngineConfig, SpeculateConfig
-from inference.engine import Engine
+from inference.config import SpeculateConfig
 from inference.requests.request import SamplingParams
 from kernels.cpu import native
 from ptq.api import quantize
 from tests.adapters import prefix_logits as expected
 from tests.adapters import write_prefix
-from tests.inference.test_adapters import ids
+from tests.inference.engines import engine_of, ids
 from tests.tiny_families import TINY
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, adapter="p")
@@ -31,7 +30,7 @@ def test_logits(tmp_path, make_model, family):
     """Channels that lie otherwise when they run, windows, norms of keys."""
     base = make_model(family, **TINY.get(family, {}))
     path = write_prefix(tmp_path / "p", base, 9)
-    engine, tokens = Engine.from_pretrained(base, adapters={"p": path}), ids(40)
+    engine, tokens = engine_of(base, {"p": path}), ids(40)
     wanted = expected(base, path, tokens)
     assert (engine.score(tokens, "p") - wanted).abs().max() < 2e-4
     assert (engine.score(tokens) - wanted).abs().max() > 0.05
@@ -40,13 +39,13 @@ def test_logits(tmp_path, make_model, family):
 
 def test_without_compiled_kernels(tiny_llama, prefix, monkeypatch):
     monkeypatch.setattr(native, "library", lambda: None)
-    engine = Engine.from_pretrained(tiny_llama, adapters={"p": prefix})
+    engine = engine_of(tiny_llama, {"p": prefix})
     wanted = expected(tiny_llama, prefix, ids(20))
     assert (engine.score(ids(20), "p") - wanted).abs().max() < 2e-4
 
 
 def test_tokens_and_log_probabilities_of_prompts_and_answers(tiny_llama, prefix):
-    engine = Engine.from_pretrained(tiny_llama, adapters={"p": prefix})
+    engine = engine_of(tiny_llama, {"p": prefix})
     params = PARAMS.model_copy(update={"logprobs": 1, "prompt_logprobs": 1})
     (found,) = engine.generate([ids(30)], params)
     text = [*found.prompt_token_ids, *found.token_ids]
@@ -59,34 +58,8 @@ def test_tokens_and_log_probabilities_of_prompts_and_answers(tiny_llama, prefix)
     assert torch.tensor(own).sub(logs[range(41), text[1:]]).abs().max() < 2e-4
 
 
-@pytest.mark.parametrize("preset", [None, "a8w8c8", "k8v4"])
-def test_requests_of_one_batch_do_not_touch_each_other(
-    tiny_llama, make_quantized, prefix, tmp_path, preset
-):
-    """Chunks, preemption, other adapters, none, and what the prefix cache finds: bit for bit."""
-    folder = tiny_llama if preset is None else make_quantized(tiny_llama, preset)
-    other = write_prefix(tmp_path / "q", tiny_llama, 5, seed=1)
-    config = EngineConfig(max_batched_tokens=33, max_model_len=192, kv_blocks=5)
-    both = {"p": prefix, "q": other}
-    engine = Engine.from_pretrained(folder, config=config, adapters=both)
-    each = [
-        PARAMS.model_copy(update={"adapter": a, "logprobs": 2, "max_tokens": 40})
-        for a in ("p", "q", None) * 3
-    ]
-    prompts = [ids(25 + 9 * (i % 4), seed=i // 3) for i in range(9)]
-    together = engine.generate(prompts, each)
-    assert engine.stats().preemptions > 0
-    again = engine.generate(prompts, each)
-    assert engine.stats().hit_tokens > 0
-    engine.check_integrity()
-    for prompt, own, *found in zip(prompts, each, together, again, strict=True):
-        alone = Engine.from_pretrained(folder, adapters=both).generate([prompt], own)[0]
-        for one in found:
-            assert (one.token_ids, one.logprobs) == (alone.token_ids, alone.logprobs)
-
-
 def test_beams(tiny_llama, prefix):
-    engine = Engine.from_pretrained(tiny_llama, adapters={"p": prefix})
+    engine = engine_of(tiny_llama, {"p": prefix})
     params = BeamParams(beam_width=3, max_tokens=6, adapter="p")
     best = beam_search(engine, [ids(20)], params)[0][0]
     logs = expected(tiny_llama, prefix, [*ids(20), *best.token_ids]).log_softmax(1)
@@ -106,25 +79,23 @@ def test_damaged_files_are_refused(tiny_llama, tmp_path):
     ):
         save_file({name: x.contiguous() for name, x in change.items()}, weights)
         with pytest.raises(CheckpointError, match=words):
-            Engine.from_pretrained(tiny_llama, adapters={"p": path})
+            engine_of(tiny_llama, {"p": path})
     settings.write_text('{"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 0}')
     with pytest.raises(CheckpointError, match="num_virtual_tokens"):
-        Engine.from_pretrained(tiny_llama, adapters={"p": path})
+        engine_of(tiny_llama, {"p": path})
 
 
 def test_refusals(tiny_llama, tmp_path, prefix, make_model):
-    engine = Engine.from_pretrained(tiny_llama, adapters={"p": prefix})
+    engine = engine_of(tiny_llama, {"p": prefix})
     with pytest.raises(RequestError, match="leave no room"):
         engine.add_request(ids(engine.config.max_model_len - 70), PARAMS)
     other = make_model("llama", hidden_size=128, num_hidden_layers=3)
     with pytest.raises(CheckpointError, match=r"prompt_embeddings is \[70, .*needed is"):
-        Engine.from_pretrained(other, adapters={"p": prefix})
+        engine_of(other, {"p": prefix})
     with pytest.raises(
         RecipeError, match=r"(?s)prefix tuning, which changes no weights.*--adapter"
     ):
         quantize("w4_gptq", model=tiny_llama, adapter=prefix, output=tmp_path / "o", progress=False)
     speculate = SpeculateConfig(method="draft", path=str(tiny_llama))
     with pytest.raises(EngineError, match="drafts of draft come from a network"):
-        Engine.from_pretrained(
-            tiny_llama, config=EngineConfig(speculate=speculate), adapters={"p": prefix}
-        )
+        engine_of(tiny_llama, {"p": prefix}, speculate=speculate)

@@ -1,6 +1,5 @@
 """Chat templates: how they make a prompt, where there is none, and what they refuse."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,13 +12,7 @@ from inference import predict
 from inference.engine import Engine
 from inference.prompts import PromptFormat
 from inference.requests.request import SamplingParams
-from tests.inference.predicting import SHORT, answers, run, write
-
-
-@pytest.fixture(scope="module")
-def model(tiny_llama, make_quantized) -> Path:
-    return make_quantized(tiny_llama)
-
+from tests.inference.predicting import SHORT, answered
 
 CHAT = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -99,9 +92,7 @@ def test_rows_of_messages(chat_model, tmp_path):
         {"messages": [hi], "tgt": "x"},
         {"messages": [{"from": "human", "value": "hi"}], "tgt": "x"},
     ]
-    path, out = write(tmp_path, *map(json.dumps, given)), tmp_path / "out.jsonl"
-    assert run(chat_model, path, out, "--system", "s") == 0
-    found = answers(out)
+    found = answered(chat_model, tmp_path, *given, options=["--system", "s"])
     assert [next(iter(row)) for row in found] == ["src", "messages", "messages"]
     assert len({(row["output"], row["logprob"], row["tgt_tokens"]) for row in found}) == 1
 

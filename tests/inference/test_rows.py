@@ -10,21 +10,16 @@ from inference import predict, rows
 from inference.engine import Engine
 from inference.prompts import PromptFormat
 from inference.requests.request import RequestOutput, SamplingParams, StepResult
-from tests.inference.predicting import SHORT, answers, greedy, run, write
+from tests.inference.predicting import answered, greedy, write
 
 
 def test_rows_keep_order_and_keys(model, engine, tmp_path, capsys):
     rows = [{"src": f"x = {i}", "id": i, "tgt": f"y{i}"} for i in range(20)]
     rows[3].pop("tgt")
     rows[4] = {"tgt": None, "output": "of an earlier run", "src": "class Nöde:"}
-    source = write(
-        tmp_path, *(json.dumps(row) for row in rows[:10]), "", *map(json.dumps, rows[10:])
-    )
-    out = tmp_path / "out.jsonl"
-    out.write_text("old")
-    arguments = [str(model), "--input", str(source), "--output", str(out), *SHORT]
-    assert predict.main([*arguments, "--batch-size", "3"]) == 0
-    found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    (tmp_path / "out.jsonl").write_text("old")
+    options = ["--batch-size", "3"]
+    found = answered(model, tmp_path, *rows[:10], "", *rows[10:], options=options)
     assert [row["src"] for row in found] == [row["src"] for row in rows]
     assert [row["output"] for row in found] == [greedy(engine, row["src"]) for row in rows]
     assert [row["tgt"] for row in found] == [row.get("tgt") for row in rows]
@@ -38,13 +33,10 @@ def test_rows_keep_order_and_keys(model, engine, tmp_path, capsys):
 
 
 def test_a_seed_gives_each_row_the_same_text_in_any_company(model, tmp_path):
-    sampled = ["--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--seed", "3", *SHORT]
+    sampled = ["--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--seed", "3"]
     texts = []
     for sources in (["a", "b", "c"], ["b"]):
-        path = write(tmp_path, *(json.dumps({"src": s}) for s in sources))
-        out = tmp_path / "out.jsonl"
-        assert predict.main([str(model), "--input", str(path), "--output", str(out), *sampled]) == 0
-        rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        rows = answered(model, tmp_path, *({"src": s} for s in sources), options=sampled)
         texts.append({row["src"]: row["output"] for row in rows})
     assert texts[0]["b"] == texts[1]["b"]
 
@@ -69,10 +61,7 @@ def test_a_seed_gives_each_row_the_same_text_in_any_company(model, tmp_path):
     ],
 )
 def test_a_bad_row_costs_that_row(model, engine, tmp_path, capsys, line, message):
-    path = write(tmp_path, '{"src": "x = 1"}', line, '{"src": "x = 2"}')
-    out = tmp_path / "out.jsonl"
-    assert run(model, path, out) == 1
-    found = answers(out)
+    found = answered(model, tmp_path, {"src": "x = 1"}, line, {"src": "x = 2"}, code=1)
     assert [row["output"] for row in found] == [
         greedy(engine, "x = 1"),
         None,
@@ -83,8 +72,8 @@ def test_a_bad_row_costs_that_row(model, engine, tmp_path, capsys, line, message
     assert found[1].items() >= given.items()  # nothing of it is lost
     assert "error" not in found[0] | found[2]
     captured = capsys.readouterr()
-    assert f"{path}:2: {found[1]['error']}\n" in captured.err
-    assert captured.out == f"3 rows, 1 failed: {out}\n"
+    assert f"{tmp_path / 'rows.jsonl'}:2: {found[1]['error']}\n" in captured.err
+    assert captured.out == f"3 rows, 1 failed: {tmp_path / 'out.jsonl'}\n"
 
 
 def test_a_file_of_bad_rows_is_refused_before_the_model_is_loaded(tmp_path):
@@ -95,8 +84,7 @@ def test_a_file_of_bad_rows_is_refused_before_the_model_is_loaded(tmp_path):
 
 
 def test_many_failed_rows_are_told_in_a_few_lines(model, tmp_path, capsys):
-    path = write(tmp_path, '{"src": "x"}', *["{"] * 9)
-    assert run(model, path, tmp_path / "out.jsonl") == 1
+    answered(model, tmp_path, {"src": "x"}, *["{"] * 9, code=1)
     lines = capsys.readouterr().err.splitlines()
     assert sum("is not JSON" in line for line in lines) == 5
     assert lines[-1] == "and 4 rows more; their `error` says why"
@@ -169,9 +157,7 @@ def test_targets_are_compared_and_scored(model, engine, tmp_path, capsys):
         {"src": "def add(a"},
         {"src": "def add(a", "tgt": ""},
     ]
-    path, out = write(tmp_path, *map(json.dumps, given)), tmp_path / "out.jsonl"
-    assert run(model, path, out) == 0
-    found = answers(out)
+    found = answered(model, tmp_path, *given)
     assert [row.get("exact_match") for row in found] == [True, False, None, False]
     assert "logprob" not in found[2]
     assert (found[3]["logprob"], found[3]["tgt_tokens"]) == (0.0, 0)
@@ -186,14 +172,12 @@ def test_targets_are_compared_and_scored(model, engine, tmp_path, capsys):
         total, tokens = total + row["logprob"], tokens + len(target)
     assert capsys.readouterr().out == (
         f"4 rows, exact match 33.3% of 3, mean log probability {total / tokens:.4f} per token of "
-        f"{tokens}: {out}\n"
+        f"{tokens}: {tmp_path / 'out.jsonl'}\n"
     )
 
 
 def test_a_target_too_long_to_be_scored_leaves_the_output(model, engine, tmp_path):
-    path = write(tmp_path, json.dumps({"src": "x = 1", "tgt": "y " * 600}))
-    assert run(model, path, tmp_path / "out.jsonl") == 1
-    (row,) = answers(tmp_path / "out.jsonl")
+    (row,) = answered(model, tmp_path, {"src": "x = 1", "tgt": "y " * 600}, code=1)
     assert row["output"] == greedy(engine, "x = 1")
     assert row["error"].startswith("tgt: it cannot be scored after its prompt (prompt: ")
     assert (row["exact_match"], row["logprob"]) == (False, None)

@@ -4,20 +4,10 @@ import random
 import time
 
 import pytest
-import torch
 
-from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-
-
-def ids(count: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 384, (count,), generator=generator).tolist()
-
-
-def engine_of(folder, **config) -> Engine:
-    return Engine.from_pretrained(folder, config=EngineConfig(max_model_len=330, **config))
+from tests.inference.engines import engine_of, ids
 
 
 class Client:
@@ -48,7 +38,8 @@ class Client:
             self.engine.hold(prompt, top=2, beams=1, max_tokens=40, request_id=name)
             self.held[name] = prompt, [], 25
             return
-        params = SamplingParams(max_tokens=self.rng.randint(1, 70), ignore_eos=True, logprobs=2)
+        most, logprobs = self.rng.randint(1, 70), self.rng.choice([None, 2])
+        params = SamplingParams(max_tokens=most, ignore_eos=True, logprobs=logprobs)
         self.engine.add_request(prompt, params, name)
         self.asked[name] = prompt, params
 
@@ -57,7 +48,9 @@ class Client:
         names = sorted({*self.held, *self.asked})
         if names:
             name = self.rng.choice(names)
-            self.engine.abort(name)
+            output = self.engine.abort(name)
+            assert output is not None
+            assert output.finish_reason == "abort"
             self.held.pop(name, None)
             self.asked.pop(name, None)
 
@@ -88,11 +81,15 @@ class Client:
             self.engine.extend(name, best)
 
 
+@pytest.mark.parametrize("scheme", ["float", "a8w8c8", "a8w8_dynamic"])
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_shared_everyone_gets_what_he_gets_alone(tiny_llama, seed):
-    rng = random.Random(seed)
+def test_whatever_is_shared_everyone_gets_what_he_gets_alone(
+    tiny_llama, make_quantized, seed, scheme
+):
+    rng, folder = random.Random(seed), make_quantized(tiny_llama, scheme)
     sizes = {"kv_blocks": 12, "max_batch_size": 5, "max_batched_tokens": rng.choice([40, 150, 600])}
-    engine, alone = engine_of(tiny_llama, **sizes), engine_of(tiny_llama, prefix_cache=False)
+    engine = engine_of(folder, max_model_len=330, **sizes)
+    alone = engine_of(folder, max_model_len=330, prefix_cache=False)
     client = Client(engine, rng)
     for _ in range(160):
         if rng.random() < 0.3 and len(client.held) + len(client.asked) < 8:
@@ -111,6 +108,8 @@ def test_whatever_is_shared_everyone_gets_what_he_gets_alone(tiny_llama, seed):
         idle = 0 if len(client.got) > before else idle + 1
         assert idle < 300, "nothing goes on"
     assert engine.stats().used == 0
+    assert not client.held
+    assert not client.asked
     assert len(client.got) > 12
     assert engine.stats().hit_tokens > 0
     wanted = alone.generate([prompt for prompt, _, _ in client.got], [p for _, p, _ in client.got])
@@ -118,7 +117,10 @@ def test_whatever_is_shared_everyone_gets_what_he_gets_alone(tiny_llama, seed):
 
 
 def test_a_wanted_time_between_tokens_cuts_prompts_and_changes_no_token(tiny_llama):
-    hurried, calm = engine_of(tiny_llama, target_itl_ms=0.01), engine_of(tiny_llama)
+    hurried, calm = (
+        engine_of(tiny_llama, max_model_len=330, target_itl_ms=0.01),
+        engine_of(tiny_llama, max_model_len=330),
+    )
     params = SamplingParams(max_tokens=25, ignore_eos=True, logprobs=2)
     outputs = []
     for engine in (hurried, calm):
@@ -146,9 +148,7 @@ def first_token_s(engine: Engine, prompt: list[int]) -> tuple[float, int]:
 
 def test_behind_a_shared_system_prompt_the_first_token_comes_at_once(make_model):
     folder = make_model("llama", max_position_embeddings=4096)
-    engine, cold = (
-        Engine.from_pretrained(folder, config=EngineConfig(prefix_cache=on)) for on in (True, False)
-    )
+    engine, cold = (engine_of(folder, prefix_cache=on) for on in (True, False))
     ratios = []
     for seed in range(3):
         system = ids(2048, seed)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
+from tests.inference.engines import engine_of, finish
 
 PROMPTS = [[40 + i, *range(60, 140 + i)] for i in range(6)]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=3)
@@ -13,8 +13,7 @@ FULL = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"
 
 def engine(folder, most_tokens: int, most_requests: int = 99, error: Exception = FULL[0]) -> Engine:
     """One whose memory is too small for steps of more tokens or requests than that."""
-    sizes = EngineConfig(max_batch_size=4, max_batched_tokens=256)
-    made = Engine.from_pretrained(folder, config=sizes)
+    made = engine_of(folder, max_batch_size=4, max_batched_tokens=256)
     forward = made.loop.forward
 
     def limited(batch):
@@ -40,10 +39,7 @@ def test_where_single_tokens_are_too_many_the_newest_end(tiny_llama):
     wanted = engine(tiny_llama, 256).generate(PROMPTS, PARAMS)
     small = engine(tiny_llama, 256, most_requests=2)
     names = [small.add_request(prompt, PARAMS) for prompt in PROMPTS]
-    ended = {}
-    while small.has_unfinished:
-        ended |= {output.request_id: output for output in small.advance().finished}
-        small.check_integrity()
+    ended = finish(small)
     found = [ended[name] for name in names]
     lost = [i for i, output in enumerate(found) if output.finish_reason == "error"]
     assert lost

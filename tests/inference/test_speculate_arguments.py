@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,6 +10,7 @@ from inference import predict
 from inference.arguments import add_speculate_arguments, speculate_config
 from inference.config import SpeculateConfig
 from inference.server.arguments import parser, sizes
+from tests.inference.predicting import answered
 
 
 def read(*given: str) -> SpeculateConfig | None:
@@ -53,14 +53,12 @@ def test_a_depth_needs_a_method(capsys):
 
 
 def test_rows_are_answered_alike_and_told_how_many_drafts_came(tmp_path, tiny_llama, capsys):
-    rows, outputs = tmp_path / "rows.jsonl", []
+    outputs, longer = [], ["--quiet", "--max-tokens", "40"]
     for reference in ("", "x = x + 1\n" * 3):
-        rows.write_text(json.dumps({"src": "def f", "reference": reference}) + "\n")
+        asked = {"src": "def f", "reference": reference}
         for more in ([], ["--speculate", "ngram", "--depth", "3"]):
-            out: Path = tmp_path / "out.jsonl"
-            given = [str(tiny_llama), "--input", str(rows), "--output", str(out), "--quiet"]
-            assert predict.main([*given, "--max-tokens", "40", *more]) == 0
-            outputs.append(json.loads(out.read_text())["output"])
+            (row,) = answered(tiny_llama, tmp_path, asked, options=[*longer, *more])
+            outputs.append(row["output"])
             assert ("drafts" in capsys.readouterr().out) == bool(more)
     assert len(set(outputs)) == 1
 

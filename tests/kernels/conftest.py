@@ -1,17 +1,8 @@
-"""Threads for tests of what must not depend on them, and both implementations of the ops."""
+"""Both implementations of the ops."""
 
 import pytest
-import torch
 
 from kernels.cpu import native
-
-
-@pytest.fixture
-def with_threads():
-    """Sets torch's number of threads; the former one comes back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def without_library(request, monkeypatch) -> None:

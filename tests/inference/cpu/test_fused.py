@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from formats.checkpoint.read import Checkpoint
-from inference.config import EngineConfig
-from inference.cpu.backend import CpuBackend
-from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from kernels.cpu import native
 from tests.inference.models.test_model import token_ids
+from tests.inference.test_adapters import engine_of
 from tests.tiny_families import TINY
 
 if native.library() is None:
@@ -20,18 +16,8 @@ SCHEMES = ["a8w8c8", "a8w8_dynamic", "a8w4", "w4", "w8", "fp8_channel", "fp8_ten
 SCHEMES += ["a8w4c8_two_level", "a8w4c4_two_level", "c4", "k8v4"]
 
 
-def engine_of(folder, *, fused: bool = True, **config) -> Engine:
-    """An engine whose decoder runs in one call, or op by op."""
-    return Engine(
-        Checkpoint.open(folder),
-        AutoTokenizer.from_pretrained(folder),
-        EngineConfig(**config),
-        CpuBackend(fused=fused),
-    )
-
-
 def scores(folder, *, fused: bool = True, **config) -> torch.Tensor:
-    return engine_of(folder, fused=fused, **config).score(token_ids(130))
+    return engine_of(folder, {}, fused=fused, **config).score(token_ids(130))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
@@ -44,7 +30,7 @@ def test_float_models(make_model, family, kv_dtype):
     assert torch.isfinite(fused).all()
 
 
-@pytest.mark.parametrize("kind", ["olmo2", "phi3", *TINY])
+@pytest.mark.parametrize("kind", ["llama", "olmo2", "phi3", *TINY])
 def test_families(make_model, make_quantized, kind, monkeypatch):
     """Floats, integers and a cache of integers; fused is what runs."""
     folder = make_model(kind, **TINY.get(kind, {}))
@@ -62,18 +48,13 @@ def test_quantized_models(tiny_llama, make_quantized, preset):
     assert torch.equal(scores(folder), scores(folder, fused=False))
 
 
-def test_fused_is_what_runs(tiny_llama, monkeypatch):
-    monkeypatch.setattr("inference.cpu.backend.forward_by_ops", None)
-    assert scores(tiny_llama).shape == (130, 384)
-
-
 def test_mixed_batches(tiny_llama, make_quantized):
     """Decode steps beside chunks of prompts, requests that come and go."""
     folder = make_quantized(tiny_llama, "a8w8c8")
     prompts = [token_ids(n).tolist() for n in (3, 70, 1, 129, 64)]
 
     def answers(*, fused: bool) -> list[list[int]]:
-        engine = engine_of(folder, fused=fused, max_batched_tokens=33, max_batch_size=3)
+        engine = engine_of(folder, {}, fused=fused, max_batched_tokens=33, max_batch_size=3)
         params = SamplingParams(max_tokens=12, ignore_eos=True)
         return [output.token_ids for output in engine.generate(prompts, params)]
 
@@ -81,14 +62,11 @@ def test_mixed_batches(tiny_llama, make_quantized):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_do_not_change_bits(tiny_llama, make_quantized, threads):
-    folder, before = make_quantized(tiny_llama, "a8w8c8"), torch.get_num_threads()
+def test_threads_do_not_change_bits(tiny_llama, make_quantized, threads, with_threads):
+    folder = make_quantized(tiny_llama, "a8w8c8")
     one = scores(folder)
-    try:
-        torch.set_num_threads(threads)
-        assert torch.equal(scores(folder), one)
-    finally:
-        torch.set_num_threads(before)
+    with_threads(threads)
+    assert torch.equal(scores(folder), one)
 
 
 @pytest.mark.parametrize("preset", ["a8w8c8", "w4", "fp8_channel"])

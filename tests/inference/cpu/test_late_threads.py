@@ -8,12 +8,11 @@ import os
 import random
 
 import pytest
-import torch
 
-from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from kernels.cpu import build, native
+from tests.inference.engines import engine_of
 from tests.ptq.quantizing import quantize_head
 from tests.tiny_families import TINY
 
@@ -72,21 +71,20 @@ def answers(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) ->
 @pytest.mark.parametrize("threads", [2, 4])
 @pytest.mark.parametrize("kind", ["float", "a8w8_dynamic"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_late_threads_change_no_answer(folders, delayed, monkeypatch, family, kind, threads):
+def test_late_threads_change_no_answer(
+    folders, delayed, monkeypatch, with_threads, family, kind, threads
+):
     """PTQ_LATE_PROMPTS in the environment asks for another number of prompts."""
-    engine = Engine.from_pretrained(folders(family, kind), config=EngineConfig(**SIZES))
-    rng, before = random.Random(0), torch.get_num_threads()
+    engine = engine_of(folders(family, kind), **SIZES)
+    rng = random.Random(0)
     requests = some_requests(rng)
     rarer = [1 / (10 + length) for length in LENGTHS]
     wanted, done, wrong = answers(engine, requests), 0, 0
     monkeypatch.setattr(native, "library", lambda: delayed)
-    try:
-        torch.set_num_threads(threads)
-        while done < COUNT:
-            some = rng.choices(range(len(requests)), rarer, k=rng.choice((1, 3, 12, 24)))
-            found = answers(engine, [requests[i] for i in some])
-            wrong += sum(one != wanted[i] for i, one in zip(some, found, strict=True))
-            done += len(some)
-    finally:
-        torch.set_num_threads(before)
+    with_threads(threads)
+    while done < COUNT:
+        some = rng.choices(range(len(requests)), rarer, k=rng.choice((1, 3, 12, 24)))
+        found = answers(engine, [requests[i] for i in some])
+        wrong += sum(one != wanted[i] for i, one in zip(some, found, strict=True))
+        done += len(some)
     assert wrong == 0, f"{wrong} of {done} answers are wrong"

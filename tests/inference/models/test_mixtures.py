@@ -2,18 +2,18 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.scheme import PRESETS
-from inference.config import EngineConfig
 from inference.cpu.decoder import feed_forward
 from inference.engine import Engine
 from inference.models.feed_forward import MixtureOfExperts
 from inference.requests.request import SamplingParams
 from kernels.numerics import dequantize, fake_quantize
 from tests.experts import MOE, split_model
+from tests.families import transformers_logits
+from tests.inference.engines import engine_of
 from tests.inference.models.test_model import token_ids
 from tests.ptq.quantizing import edit_model
 
@@ -21,15 +21,13 @@ from tests.ptq.quantizing import edit_model
 @pytest.mark.parametrize("family", MOE)
 def test_logits_are_those_of_transformers(make_model, family):
     folder = make_model(family, **MOE[family])
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        want = theirs(token_ids(80)[None]).logits[0]
     engine = Engine.from_pretrained(folder)
     kinds = [type(layer.feed_forward).__name__ for layer in engine.model.layers]
     assert kinds == [
         "MixtureOfExperts",
         "GatedMLP" if family == "qwen3_moe" else "MixtureOfExperts",
     ]
+    want = transformers_logits(folder, token_ids(80))
     torch.testing.assert_close(engine.score(token_ids(80)), want, atol=2e-5, rtol=2e-5)
 
 
@@ -69,8 +67,7 @@ def test_a_quantized_checkpoint_computes_what_its_numbers_say(
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("preset", [None, "a8w8_dynamic"])
 def test_a_tokens_bits_do_not_depend_on_its_batch(make_model, make_quantized, family, preset):
-    folder = make_model(family, **MOE[family])
-    folder = make_quantized(folder, preset) if preset else folder
+    folder = make_quantized(make_model(family, **MOE[family]), preset)
     engine = Engine.from_pretrained(folder)
     moe = engine.model.layers[0].feed_forward
     assert isinstance(moe, MixtureOfExperts)
@@ -83,8 +80,8 @@ def test_a_tokens_bits_do_not_depend_on_its_batch(make_model, make_quantized, fa
     texts = [f"def f{i}(a, b):\n    return" + " a" * i for i in range(6)]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     want = [out.token_ids for out in engine.generate(texts, params)]
-    config = EngineConfig(max_batch_size=2, max_batched_tokens=5)
-    small = Engine.from_pretrained(folder, config=config).generate(texts[::-1], params)
+    runner = engine_of(folder, max_batch_size=2, max_batched_tokens=5)
+    small = runner.generate(texts[::-1], params)
     assert [out.token_ids for out in small][::-1] == want
 
 

@@ -27,6 +27,7 @@ from inference.parallel.ranks import RankProcess, Ranks
 from inference.requests.request import SamplingParams
 from inference.server.command import main as serve
 from tests.inference.bench.test_orphans import runs, wait_for
+from tests.inference.engines import engine_of
 from tests.inference.parallel.thread_ranks import cpu_backend
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,8 +49,15 @@ time.sleep(100)
 
 
 def start(path, **sizes) -> Engine:
-    config = EngineConfig(tensor_parallel=2, **sizes)
-    return Engine.from_pretrained(path, config=config)
+    return engine_of(path, tensor_parallel=2, **sizes)
+
+
+def starting(path, loaded, begin) -> Engine:
+    """An engine whose second rank loads its part from there, in a process that is begun so."""
+    config = EngineConfig(tensor_parallel=2)
+    opened = partial(Checkpoint.open, loaded)
+    backend = FirstBackend(CpuBackend(), opened, config, cpu_backend, start=begin)
+    return Engine(Checkpoint.open(path), load_tokenizer(path), config, backend)
 
 
 def processes(engine) -> list[RankProcess]:
@@ -102,33 +110,25 @@ def test_a_rank_that_dies_or_stops_ends_the_engine(sent, told, within, tiny_llam
 
 
 def test_a_rank_that_dies_before_it_has_met_the_others(tiny_llama):
-    checkpoint, config = Checkpoint.open(tiny_llama), EngineConfig(tensor_parallel=2)
-
     def killed(*args):
         process = RankProcess(*args)
         process.kill()
         return process
 
-    backend = FirstBackend(
-        CpuBackend(), partial(Checkpoint.open, tiny_llama), config, cpu_backend, start=killed
-    )
     with pytest.raises(EngineEndedError, match="of 2 died with exit code -9 .* while starting"):
-        Engine(checkpoint, load_tokenizer(tiny_llama), config, backend)
+        starting(tiny_llama, tiny_llama, killed)
 
 
 def test_a_rank_that_cannot_load_ends_the_engine(tiny_llama):
-    checkpoint, config = Checkpoint.open(tiny_llama), EngineConfig(tensor_parallel=2)
-    broken = partial(Checkpoint.open, tiny_llama / "nowhere")
     started = []
 
     def noted(*args):
         started.append(RankProcess(*args))
         return started[-1]
 
-    backend = FirstBackend(CpuBackend(), broken, config, cpu_backend, start=noted)
     told = re.escape("of 2 failed while loading its part of the model: ") + ".*nowhere"
     with pytest.raises(EngineEndedError, match=told):
-        Engine(checkpoint, load_tokenizer(tiny_llama), config, backend)
+        starting(tiny_llama, tiny_llama / "nowhere", noted)
     assert len(started) == 1
     assert gone([started[0].pid])
 
@@ -244,7 +244,7 @@ def test_the_place_of_a_process():
 def test_another_number_of_processes_is_refused(tiny_llama, monkeypatch):
     monkeypatch.setattr(torchrun, "place", lambda: (0, 4))
     with pytest.raises(EngineError, match="torchrun has started 4 processes.*--nproc-per-node 2"):
-        Engine.from_pretrained(tiny_llama, config=EngineConfig(tensor_parallel=2))
+        start(tiny_llama)
 
 
 def test_a_server_starts_its_ranks_itself(tiny_llama, monkeypatch):

@@ -1,23 +1,18 @@
 """Adapters on several ranks: each request's logits are those of one process with the same adapters."""
 
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
 import torch
 
 from formats.errors import CheckpointError, EngineError, RequestError
-from inference.config import EngineConfig, SpeculateConfig
-from inference.engine import Engine
+from inference.config import SpeculateConfig
 from inference.parallel.adapters import CpuRankAdapters
 from inference.requests.request import SamplingParams
 from kernels.cpu import native
 from tests.adapters import write_adapter, write_prefix
-from tests.experts import MOE
+from tests.inference.engines import engine_of, ids
 from tests.inference.parallel.test_ranks import EXACT
-from tests.inference.parallel.thread_ranks import thread_engine
-from tests.inference.test_adapters import ids, merged_logits, mix_requests, with_adapter
-from tests.tiny_families import TINY
+from tests.inference.parallel.thread_ranks import engine_on
+from tests.inference.test_adapters import adapters_of, merged_logits, with_adapter
 
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 ROUNDED = 0.1  # what the rounding of an input changes in logits, at most
@@ -25,60 +20,17 @@ NAMES = [None, "few", "all", "inputs", "few", None]
 PROMPTS = [ids(7 + 9 * (i % 4), seed=i) for i in range(len(NAMES))]
 
 
-@contextmanager
-def engine_on(path: Path, ranks: int, adapters: dict[str, Path], **sizes):
-    engine = thread_engine(path, ranks, **sizes)
-    try:
-        for name, folder in adapters.items():
-            engine.load_adapter(name, folder)
-        yield engine
-    finally:
-        engine.close()
-
-
-def adapters_of(folder: Path, base: Path) -> dict[str, Path]:
-    """Of layers that are cut by their outputs, by their inputs, and of all."""
-    made = {"few": (4, ("q_proj", "v_proj")), "inputs": (5, ("down_proj", "o_proj"))}
-    return {
-        name: write_adapter(folder / name, base, rank, targets, seed=i, scale=0.5)
-        for i, (name, (rank, targets)) in enumerate(made.items())
-    } | {"all": write_adapter(folder / "all", base, 16, seed=7, scale=0.5)}
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_logits_in_float_are_those_of_merged_weights(ranks, tmp_path, make_model):
-    """With four ranks two have a head of K and V together."""
-    path, tokens = make_model("llama", tie_word_embeddings=False), ids(60)
-    with engine_on(path, ranks, adapters_of(tmp_path, path)) as engine:
-        base = engine.score(tokens)
-        for name, folder in engine.adapters.items():
-            wanted = merged_logits(path, folder, tokens)
-            assert (wanted - base).abs().max() > 0.5, "the adapter changes nothing"
-            assert (engine.score(tokens, name) - wanted).abs().max() < 1e-4, name
-        assert torch.equal(engine.score(tokens), base)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "glm4", "mixtral"])
-def test_families(family, tmp_path, make_model):
-    """Biases, norms of heads and after sub-layers, channels that lie otherwise, mixtures."""
-    path = make_model(family, **TINY.get(family, {}) | MOE.get(family, {}))
-    targets = ("q_proj", "k_proj", "o_proj")
-    own = write_adapter(tmp_path / "a", path, targets=targets, scale=0.5)
-    with engine_on(path, 2, {"a": own}) as engine:
-        wanted = merged_logits(path, own, ids(40))
-        assert (engine.score(ids(40), "a") - wanted).abs().max() < 2e-4
-        assert (engine.score(ids(40)) - wanted).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("scheme", ["a8w8c8", "a8w8_dynamic", "w4", "fp8_channel"])
-def test_quantized(scheme, tmp_path, make_model, make_quantized):
+@pytest.mark.parametrize("scheme", [None, "a8w8c8", "a8w8_dynamic", "w4", "fp8_channel"])
+def test_schemes(scheme, tmp_path, make_model, make_quantized):
     """Tokens are those of one process; logits, too, but for the order in which A x of o and down is
-    added up, and where that changes how an input is rounded. w4's groups cross the cuts in four."""
+    added up, and where that changes how an input is rounded. w4's groups cross the cuts in four.
+    Each rank's cache takes a prefix's K and V of its heads, which with four ranks two share."""
     base = make_model("llama", tie_word_embeddings=False)
-    path, own = make_quantized(base, scheme), adapters_of(tmp_path, base)
-    each, found = [with_adapter(name, GREEDY) for name in NAMES], {}
+    path, found = make_quantized(base, scheme), {}
+    own = adapters_of(tmp_path, base) | {"prefix": write_prefix(tmp_path / "p", base, 70)}
+    each = [with_adapter(name, GREEDY) for name in (None, *own, "few")]
     for ranks in (1, 2, 4):
-        with engine_on(path, ranks, own) as engine:
+        with engine_on(path, ranks, own, max_model_len=256) as engine:
             logits = [engine.score(ids(60), name) for name in (None, *own)]
             tokens = [o.token_ids for o in engine.generate(PROMPTS, each)]
             engine.check_integrity()
@@ -87,7 +39,7 @@ def test_quantized(scheme, tmp_path, make_model, make_quantized):
     for ranks in (2, 4):
         logits, tokens = found[ranks]
         assert tokens == expected
-        assert (logits - wanted).abs().max() < ROUNDED
+        assert (logits - wanted).abs().max() < (1e-4 if scheme is None else ROUNDED)
         if scheme in EXACT:  # without and with an adapter of q and v alone
             assert torch.equal(logits[:2], wanted[:2])
 
@@ -117,13 +69,6 @@ def test_cached_prefixes_and_drafts(tmp_path, tiny_llama):
             found[ranks] = tokens
             assert hits == [0, 0, 0, 128, 128]
     assert found[1] == found[2]
-
-
-def test_loads_and_unloads_while_requests_run(tmp_path, tiny_llama):
-    folders = list(adapters_of(tmp_path, tiny_llama).values())
-    sizes = {"max_batch_size": 4, "kv_blocks": 9}
-    with engine_on(tiny_llama, 2, {}, **sizes) as engine:
-        mix_requests(engine, tiny_llama, folders, 30)
 
 
 def test_without_compiled_kernels(tmp_path, tiny_llama, monkeypatch):
@@ -164,25 +109,6 @@ def test_what_is_refused_is_left_on_no_rank(tmp_path, tiny_llama, make_model, he
         assert list(held.values()) == [{0: 0}, {0: 0}]
 
 
-@pytest.mark.parametrize(("ranks", "preset"), [(2, None), (4, None), (2, "a8w8c8")])
-def test_prefixes(ranks, preset, tmp_path, make_model, make_quantized):
-    """Each rank's cache takes K and V of its heads, which with four ranks two have together."""
-    base, tokens = make_model("llama", tie_word_embeddings=False), ids(60)
-    path = base if preset is None else make_quantized(base, preset)
-    both = {"p": write_prefix(tmp_path / "p", base, 70), "a": adapters_of(tmp_path, base)["few"]}
-    one = Engine.from_pretrained(path, adapters=both)
-    with engine_on(path, ranks, both, max_model_len=256) as engine:
-        for name in (None, *both):
-            wanted = one.score(tokens, name)
-            bound = 1e-4 if preset is None else ROUNDED
-            assert (engine.score(tokens, name) - wanted).abs().max() < bound, name
-        each = [with_adapter(name, GREEDY) for name in ("p", "a", None) * 2]
-        found = engine.generate([ids(7 + 9 * i, seed=i) for i in range(6)], each)
-        engine.check_integrity()
-    wanted = one.generate([ids(7 + 9 * i, seed=i) for i in range(6)], each)
-    assert [own.token_ids for own in found] == [own.token_ids for own in wanted]
-
-
 @pytest.mark.parametrize("full", [0, 1])
 def test_an_adapter_that_one_rank_has_no_memory_for(full, tmp_path, tiny_llama, held, monkeypatch):
     own, tokens = write_adapter(tmp_path / "own", tiny_llama, scale=0.5), ids(20)
@@ -205,8 +131,7 @@ def test_an_adapter_that_one_rank_has_no_memory_for(full, tmp_path, tiny_llama, 
 
 def test_processes(tmp_path, tiny_llama):
     own = adapters_of(tmp_path, tiny_llama)
-    sizes = EngineConfig(tensor_parallel=2, max_model_len=128)
-    engine = Engine.from_pretrained(tiny_llama, config=sizes, adapters=own)
+    engine = engine_of(tiny_llama, own, tensor_parallel=2, max_model_len=128)
     try:
         wanted = merged_logits(tiny_llama, own["all"], ids(40))
         assert (engine.score(ids(40), "all") - wanted).abs().max() < 1e-4

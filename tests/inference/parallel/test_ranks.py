@@ -1,19 +1,22 @@
 """An engine on several ranks gives what it gives on one: ranks here are threads, which is cheap."""
 
-from contextlib import contextmanager
-
 import pytest
+import torch
 
+from formats.checkpoint.part import Span
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
 from inference.beam_search import BeamParams, beam_search
-from inference.config import EngineConfig, SpeculateConfig
-from inference.engine import Engine
+from inference.config import SpeculateConfig
+from inference.models.kv_cache import CacheShape, LayerCache
+from inference.models.model import KVHeads
+from inference.parallel.loader import cut_cache
 from inference.requests.request import SamplingParams
 from ptq.convert.convert import convert
 from tests.experts import MOE
 from tests.families import in_turn
-from tests.inference.parallel.thread_ranks import thread_engine
+from tests.inference.engines import engine_of
+from tests.inference.parallel.thread_ranks import engine_on, thread_engine
 from tests.ptq.convert.foreign_folders import turn_inputs
 from tests.ptq.quantizing import quantize_head
 
@@ -23,15 +26,6 @@ GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 EXACT = {"a8w8c8", "a8w8_dynamic"}  # every sum that crosses ranks is one of integers
 ROUNDED = {"float", "w4", "a8w4", "fp8_channel", "fp8_c8", "mxfp4"}
 SUMS, INPUTS = 2e-5, 0.05  # what another order of sums changes in logits, and an input's rounding
-
-
-@contextmanager
-def engine_on(path, ranks, **sizes):
-    engine = thread_engine(path, ranks, **sizes)
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def outcome(path, ranks, **sizes):
@@ -52,36 +46,34 @@ def compare(path, ranks=2, *, exact=False, bound=SUMS, **sizes):
 @pytest.mark.parametrize(("scheme", "ranks"), in_turn(sorted(EXACT | ROUNDED), [2, 4]))
 def test_schemes(scheme, ranks, make_model, make_quantized):
     """With four ranks two have a head of K and V together, and w4's groups of 128 cross cuts."""
-    path = make_model("llama", tie_word_embeddings=False)
-    if scheme != "float":
-        path = make_quantized(path, scheme)
+    path = make_quantized(make_model("llama", tie_word_embeddings=False), scheme)
     bound = INPUTS if scheme.startswith(("a8", "fp8")) else SUMS
     compare(path, ranks, exact=scheme in EXACT, bound=bound)
 
 
-FAMILIES = [(family, 2) for family in ("qwen2", "qwen3", "gemma2", "granite", "phi3", "glm4")]
+MODELS = [  # family, its own sizes, scheme and ranks
+    *((family, {}, "a8w8c8", 2) for family in ("qwen2", "qwen3", "gemma2")),
+    *((family, {}, "a8w8c8", 2) for family in ("granite", "phi3", "glm4")),
+    ("qwen2", {}, "a8w8c8", 4),
+    ("llama", {"intermediate_size": 4608, "layers": 1}, "a8w8c8", 2),
+    ("llama", {"vocab_size": 387}, None, 4),
+    *((family, MOE[family], None, 2) for family in ("mixtral", "qwen2_moe")),
+]
 
 
-@pytest.mark.parametrize(("family", "ranks"), [*FAMILIES, ("qwen2", 4)])
-def test_families(family, ranks, make_model, make_quantized):
-    """Biases of q, k and v, norms of heads, bounds, merged layers, heads that turn in parts; all
-    have a head that is the embedding, too."""
-    compare(make_quantized(make_model(family), "a8w8c8"), ranks, exact=True)
+@pytest.mark.parametrize(("family", "sizes", "scheme", "ranks"), MODELS)
+def test_models(family, sizes, scheme, ranks, make_model, make_quantized):
+    """Biases of q, k and v, norms of heads, bounds, merged layers, heads that turn in parts; most
+    have a head that is the embedding, too. More inputs than an fp32 sum of int8 products holds
+    exactly; a vocabulary that does not divide; mixtures of experts."""
+    path = make_quantized(make_model(family, **sizes), scheme)
+    compare(path, ranks, exact=scheme is not None)
 
 
 def test_a_quantized_head_that_is_the_embedding(tiny_llama, tmp_path):
     path = quantize_head(tiny_llama, tmp_path / "out", "a8w8_dynamic", "a8w8_dynamic").path
     assert Checkpoint.open(path).shares_head
     compare(path, exact=True)
-
-
-def test_a_vocabulary_that_does_not_divide(make_model):
-    compare(make_model("llama", vocab_size=387), 4)
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
-def test_mixtures_of_experts(family, make_model):
-    compare(make_model(family, **MOE[family]))
 
 
 def test_inputs_in_another_order(tiny_llama, make_quantized, tmp_path):
@@ -92,12 +84,6 @@ def test_inputs_in_another_order(tiny_llama, make_quantized, tmp_path):
     compare(path, exact=True)
 
 
-def test_long_sums_are_exact(make_model, make_quantized):
-    """Of more inputs than an fp32 sum of int8 products holds exactly."""
-    model = make_model("llama", intermediate_size=4608, layers=1)
-    compare(make_quantized(model, "a8w8c8"), exact=True)
-
-
 def test_preemption_chunks_prefix_and_aborts(tiny_llama, make_quantized):
     """What is decided on the first rank reaches the cache of all: blocks are too few for all
     requests, prompts come in chunks, one is aborted amid its tokens, one is found in the cache."""
@@ -106,12 +92,8 @@ def test_preemption_chunks_prefix_and_aborts(tiny_llama, make_quantized):
     params = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=2)
     found = {}
     for ranks in (1, 2):
-        sizes = {
-            "kv_blocks": 5,
-            "max_model_len": 192,
-            "max_batched_tokens": 48,
-            "max_batch_size": 4,
-        }
+        sizes = {"kv_blocks": 5, "max_model_len": 192, "max_batched_tokens": 48}
+        sizes |= {"max_batch_size": 4}
         with engine_on(path, ranks, **sizes) as engine:
             doomed = engine.add_request(prompts[0], params)
             for _ in range(4):
@@ -170,9 +152,8 @@ def test_blocks_of_outputs_that_cross_a_cut(tiny_llama, make_quantized):
 
 
 def test_other_code_is_refused(tiny_llama):
-    config = EngineConfig(tensor_parallel=2, transformers_code=True)
     with pytest.raises(EngineError, match="transformers' own code is not cut among ranks"):
-        Engine.from_pretrained(tiny_llama, config=config)
+        engine_of(tiny_llama, tensor_parallel=2, transformers_code=True)
 
 
 def test_a_rank_holds_its_part_alone(make_model, make_quantized):
@@ -181,3 +162,12 @@ def test_a_rank_holds_its_part_alone(make_model, make_quantized):
         held = two.model.weight_bytes / one.model.weight_bytes
         assert 0.45 < held < 0.55
         assert two.kv_bytes_per_token * 2 == one.kv_bytes_per_token
+
+
+def test_what_keys_are_moved_by_is_cut_with_their_heads():
+    offset, feedback = torch.randn(4, 8), torch.randn(4, 8, 8)
+    layer = LayerCache(KVHeads(4, 8, 8), turn=8, offset=offset, feedback=feedback)
+    (own,) = cut_cache(CacheShape(1, [layer, LayerCache(KVHeads(4, 8, 8))]), Span(1, 3)).layers[:1]
+    assert own.heads.count == 2
+    assert torch.equal(own.offset, offset[1:3])
+    assert torch.equal(own.feedback, feedback[1:3])

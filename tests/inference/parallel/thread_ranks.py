@@ -1,6 +1,9 @@
 """Ranks in threads of the test's process: they do all that processes do but start and end."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from threading import Thread
 
 from formats.checkpoint.read import Checkpoint
@@ -48,3 +51,17 @@ def thread_engine(path, ranks: int, **sizes) -> Engine:
             backend, partial(Checkpoint.open, path), config, cpu_backend, start=RankThread
         )
     return Engine(checkpoint, load_tokenizer(checkpoint.path), config, backend)
+
+
+@contextmanager
+def engine_on(
+    path, ranks: int, adapters: Mapping[str, Path] | None = None, **sizes
+) -> Iterator[Engine]:
+    """The same with adapters, until the end of the block."""
+    engine = thread_engine(path, ranks, **sizes)
+    try:
+        for name, folder in (adapters or {}).items():
+            engine.load_adapter(name, folder)
+        yield engine
+    finally:
+        engine.close()

@@ -50,20 +50,25 @@ def byte_level(template: str = TEMPLATE) -> Any:
     return finished(tokenizer, *added, template=template)
 
 
-def sentencepiece(template: str = TEMPLATE) -> Any:
-    """As Llama 2's: a space before each part, and merges that end in control tokens."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
-    pieces += [*map(chr, range(33, 127)), "</", "s>"]
-    merges = [("<", "/"), ("s", ">"), ("</", "s>")]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+def byte_fallback(pieces: list[str], merges: list[tuple[str, str]] | None = None) -> Tokenizer:
+    """As Llama 2's: blanks are \u2581, one before each part, and unknown characters are bytes."""
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    model = models.BPE(ids, merges or [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
     spaces = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     tokenizer.normalizer = normalizers.Sequence(spaces)
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+def sentencepiece(template: str = TEMPLATE) -> Any:
+    """With merges that end in control tokens."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    pieces += [*map(chr, range(33, 127)), "</", "s>"]
+    merges = [("<", "/"), ("s", ">"), ("</", "s>")]
     added = [AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")]
-    return finished(tokenizer, *added, template=template)
+    return finished(byte_fallback(pieces, merges), *added, template=template)
 
 
 def unigram(template: str = TEMPLATE) -> Any:

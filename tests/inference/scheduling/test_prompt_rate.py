@@ -8,21 +8,23 @@ from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence
 
 
-def test_a_step_has_the_tokens_for_which_there_is_time():
-    rate = PromptRate()
-    assert rate.tokens_in(0.1) == FIRST
+@pytest.fixture
+def rate() -> PromptRate:
+    """Of 100 tokens in 20 ms beside the decodes."""
+    made = PromptRate()
+    assert made.tokens_in(0.1) == FIRST
     for _ in range(20):
-        rate.note(4, 0, 0.010)
-        rate.note(4, 100, 0.030)  # 100 tokens in 20 ms beside the decodes
+        made.note(4, 0, 0.010)
+        made.note(4, 100, 0.030)
+    return made
+
+
+def test_a_step_has_the_tokens_for_which_there_is_time(rate):
     assert rate.tokens_in(0.050) == pytest.approx(200, abs=2)
     assert rate.tokens_in(0.005) == LEAST_TOKENS, "prompts go on, however late a step is"
 
 
-def test_a_step_that_had_to_compile_something_says_little():
-    rate = PromptRate()
-    for _ in range(20):
-        rate.note(4, 0, 0.010)
-        rate.note(4, 100, 0.030)
+def test_a_step_that_had_to_compile_something_says_little(rate):
     before = rate.tokens_in(0.050)
     rate.note(4, 100, 60.0)
     assert rate.tokens_in(0.050) > 0.8 * before

@@ -31,6 +31,13 @@ def added(scheduler: Scheduler, name: str, tokens: list[int]) -> Sequence:
     return sequence
 
 
+def leave(scheduler: Scheduler) -> None:
+    """Whoever has a token of an answer leaves."""
+    for sequence in list(scheduler.running):
+        if len(sequence) > sequence.prompt:
+            scheduler.remove(sequence)
+
+
 PROMPT = list(range(300))
 
 
@@ -122,9 +129,7 @@ def finish_times(scheduler: Scheduler, arrivals: dict[int, tuple[str, int]], ste
             start = 1000 * len(sequences)
             sequences[name] = added(scheduler, name, list(range(start, start + count)))
             found[name, "arrival"] = clock
-        for sequence in list(scheduler.running):
-            if len(sequence) > sequence.prompt:
-                scheduler.remove(sequence)  # one token is all that they want
+        leave(scheduler)  # one token is all that they want
         done = step(scheduler)
         clock += 2.4 + sum(done.values()) * 0.0122 if done else 0.0  # ms: an H200, 8 B
         for name in done:
@@ -167,9 +172,7 @@ def test_steps_of_a_long_prompt_are_short_while_others_come():
         if number % 9 == 5 and number < 50:
             added(scheduler, str(number), [number] * 100)
         sizes.append(step(scheduler))
-        for sequence in list(scheduler.running):
-            if len(sequence) > sequence.prompt:
-                scheduler.remove(sequence)
+        leave(scheduler)
     part = {"long": 128}
     assert sizes[4:7] == [{"long": 1024}, {"5": 100}, part]
     assert sizes[41] == {"41": 100}
@@ -184,9 +187,7 @@ def test_among_waiting_prompts_the_oldest_is_not_passed_for_ever():
     for i in range(400):
         added(scheduler, str(i), list(range(9000 + 100 * i, 9090 + 100 * i)))
         step(scheduler)
-        for sequence in list(scheduler.running):
-            if len(sequence) > sequence.prompt:
-                scheduler.remove(sequence)
+        leave(scheduler)
         if len(second) > second.prompt:
             return
     pytest.fail("it was")

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from formats.families.predicting import UNDECLARED, Predicting
 from formats.families.registry import BY_TYPE
-from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from tests.formats.families.test_glm4_moe import SIZES as GLM
+from tests.inference.engines import drafting
 from tests.ptq.quantizing import edit_model
 from tests.tiny_families import DEEPSEEK
 
@@ -21,9 +21,7 @@ STATEFUL = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def engine(folder, method: str | None = "mtp", path=None, **config) -> Engine:
-    own = method and SpeculateConfig(method=method, path=path and str(path), depth=3)
-    sizes = {"max_model_len": 256, "max_batch_size": 4} | config
-    return Engine.from_pretrained(folder, config=EngineConfig(speculate=own, **sizes))
+    return drafting(folder, method, path, **{"max_model_len": 256, "max_batch_size": 4} | config)
 
 
 def names_of(kind: str) -> Predicting:

@@ -13,6 +13,7 @@ from inference.requests.constraint import Constraint
 from inference.requests.request import RequestOutput, SamplingParams
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.speculate.counts import DraftCounts
+from tests.inference.engines import tokens_of
 
 TEXTS = (
     "def add(a, b):\n",
@@ -34,46 +35,96 @@ def request_count(usual: int = 40) -> int:
     return int(os.environ.get("PTQ_SPECULATED_REQUESTS", usual))
 
 
-class Replay:
+class Proposing:
+    """A proposer whose drafts follow from the text alone.
+
+    Attributes:
+        drafts: The texts that it drafted for, as far as they were known, and what it drafted.
+        ended: How many requests have ended.
+    """
+
+    def __init__(self) -> None:
+        self.ended = 0
+        self.drafts: list[tuple[list[int], list[int]]] = []
+
+    def after(self, text: list[int], most: int) -> list[int]:
+        """What is drafted after a text, so many tokens at most."""
+        raise NotImplementedError
+
+    def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
+        counts = np.zeros_like(places)
+        for i, (place, count) in enumerate(zip(places.tolist(), most.tolist(), strict=True)):
+            known = int(batch.known[place])
+            text = batch.ids[place, :known].tolist()
+            drafts = self.after(text, count)
+            batch.ids[place, known : known + len(drafts)] = drafts
+            counts[i] = len(drafts)
+            self.drafts.append((text, drafts))
+        return counts
+
+    def note_end(self, tokens: Sequence[int], prompt: int) -> None:
+        self.ended += 1
+
+    @property
+    def proposed(self) -> int:
+        return sum(len(drafts) for _, drafts in self.drafts)
+
+
+class Replay(Proposing):
     """Drafts of outputs that are known, some of them wrong.
 
     Args:
         outputs: All tokens of requests, prompts included; found again by their beginnings.
         chance: Probability that a draft is right, where all before it are.
         vocabulary: Of wrong tokens.
-
-    Attributes:
-        drafts: The texts that it drafted for, as far as they were known, and what it drafted.
+        fewer: Whether there are often fewer drafts than are asked for.
     """
 
-    def __init__(self, outputs: Sequence[Sequence[int]], chance: float, vocabulary: int) -> None:
+    def __init__(
+        self,
+        outputs: Sequence[Sequence[int]],
+        chance: float,
+        vocabulary: int,
+        *,
+        fewer: bool = False,
+    ) -> None:
+        super().__init__()
         self._outputs, self._chance, self._vocabulary = list(outputs), chance, vocabulary
-        self._random = random.Random(0)
-        self.ended = 0
-        self.drafts: list[tuple[list[int], list[int]]] = []
+        self._random, self._fewer = random.Random(0), fewer
 
-    def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
-        counts = np.zeros_like(places)
-        for i, (place, count) in enumerate(zip(places.tolist(), most.tolist(), strict=True)):
-            known = int(batch.known[place])
-            begun = batch.ids[place, :known].tolist()
-            found = next((o for o in self._outputs if list(o[:known]) == begun), [])
-            for token in found[known : known + count]:
-                right = self._random.random() < self._chance
-                batch.ids[place, known + counts[i]] = token if right else self._wrong(token)
-                counts[i] += 1
-            self.drafts.append((begun, batch.ids[place, known : known + counts[i]].tolist()))
-        return counts
+    def after(self, text: list[int], most: int) -> list[int]:
+        known = len(text)
+        found = next((o for o in self._outputs if list(o[:known]) == text), [])
+        count = self._random.randint(0, most) if self._fewer else most
+        return [
+            token if self._random.random() < self._chance else self._wrong(token)
+            for token in found[known : known + count]
+        ]
 
     def reached_behind(self, length: int) -> bool:
         """Whether drafts stood behind the last of so many tokens of a text, in one step with it."""
         return any(len(text) < length < len(text) + len(own) for text, own in self.drafts)
 
-    def note_end(self, tokens: Sequence[int], prompt: int) -> None:
-        self.ended += 1
-
     def _wrong(self, token: int) -> int:
         return (token + 1 + self._random.randrange(self._vocabulary - 1)) % self._vocabulary
+
+
+def spied(runner: Engine) -> list[tuple[list[int], list[int]]]:
+    """Texts and what is drafted after them, from now on."""
+    assert runner.speculation is not None
+    proposer, seen = runner.speculation._proposer, []
+    propose = proposer.propose
+
+    def noted(batch: RunningBatch, places: Ints, most: Ints) -> Ints:
+        counts = propose(batch, places, most)
+        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+            known = int(batch.known[place])
+            tokens = batch.ids[place, : known + count].tolist()
+            seen.append((tokens[:known], tokens[known:]))
+        return counts
+
+    proposer.propose = noted
+    return seen
 
 
 def some_params(rng: random.Random, *, constrained: bool = True) -> SamplingParams:
@@ -106,12 +157,12 @@ def some_params(rng: random.Random, *, constrained: bool = True) -> SamplingPara
 
 
 def some_requests(
-    count: int, seed: int = 0, *, constrained: bool = True
+    count: int | None = None, seed: int = 0, *, constrained: bool = True
 ) -> list[tuple[str, SamplingParams, int]]:
     """Prompts with their parameters, and after how many tokens each is aborted, 0 for never."""
     rng = random.Random(seed)
     found = []
-    for i in range(count):
+    for i in range(request_count() if count is None else count):
         prompt = rng.choice(TEXTS) + "#" * rng.randrange(9) * (i % 3 == 0)
         params = some_params(rng, constrained=constrained)
         found.append((prompt, params, rng.choice((0, 0, 0, 0, 3))))
@@ -164,7 +215,7 @@ def all_tokens(engine: Engine, requests: Sequence[tuple[str, SamplingParams, int
     done = dict[str, list[int]]()
     while engine.has_unfinished:
         for output in engine.advance().finished:
-            done[output.request_id] = [*output.prompt_token_ids, *output.token_ids]
+            done[output.request_id] = tokens_of(output)
             if output.param is not None:
                 raise RequestError(str(output.error), output.param)
     return [done[name] for name in names]

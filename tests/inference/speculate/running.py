@@ -1,6 +1,7 @@
 """Sequences at places of a batch, whose outputs are known, for proposers without an engine."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +14,10 @@ UNSEEN = 999  # is behind what is known, and no token of a test's
 
 
 class Running:
-    """A batch in which sequences gain tokens."""
+    """A batch in which sequences gain tokens, and a proposer of its drafts."""
 
-    def __init__(self, places: int = 4) -> None:
-        self.batch = RunningBatch(places)
+    def __init__(self, proposer: Any, places: int = 4) -> None:
+        self.proposer, self.batch = proposer, RunningBatch(places)
 
     def enter(self, tokens: Sequence[int], reference: Sequence[int] = ()) -> TokenSequence:
         sequence = TokenSequence("", list(tokens), Terms(last=600))
@@ -24,15 +25,13 @@ class Running:
         self.batch.enter(sequence)
         return sequence
 
-    def draft(
-        self, proposer: Proposer, *sequences: TokenSequence, most: int = 4
-    ) -> list[list[int]]:
+    def draft(self, *sequences: TokenSequence, most: int = 4) -> list[list[int]]:
         """What is drafted for each; tells of a draft that is written beyond the most."""
         batch, places = self.batch, np.array([s.place for s in sequences])
         for place in places:
             batch.ids[place, batch.known[place] :] = UNSEEN
         known = batch.ids.copy()
-        counts = proposer.propose(batch, places, np.full(len(places), most))
+        counts = self.proposer.propose(batch, places, np.full(len(places), most))
         drafts = []
         for place, count in zip(places.tolist(), counts.tolist(), strict=True):
             start = int(batch.known[place])
@@ -45,11 +44,11 @@ class Running:
 
 def steps(proposer: Proposer, prompt: list[int], output: list[int], most: int) -> int:
     """Steps until an output is there, whose tokens come with those of the drafts that are right."""
-    running = Running()
+    running = Running(proposer)
     sequence = running.enter([*prompt, output[0]])
     done = count = 1
     while done < len(output):
-        (draft,) = running.draft(proposer, sequence, most=most)
+        (draft,) = running.draft(sequence, most=most)
         wanted = output[done:]
         right = next((i for i, t in enumerate(draft) if wanted[i : i + 1] != [t]), len(draft))
         sequence.append(*wanted[: right + 1])

@@ -9,7 +9,8 @@ from inference.beam_search import BeamParams, BeamSearch
 from inference.config import SpeculateConfig
 from inference.requests.request import SamplingParams
 from inference.scheduling.batch import Ints, RunningBatch
-from tests.inference.speculate.test_traps import KINDS, drafted, engine, told
+from tests.inference.engines import engine_of, finish, tokens_of
+from tests.inference.speculate.test_traps import KINDS, drafted, told
 from tests.tiny_families import DEEPSEEK, TINY
 
 SOME = {"max_tokens": 70, "ignore_eos": True}
@@ -29,10 +30,10 @@ def test_a_row_behind_drafts_is_that_of_a_step_of_its_own(make_model, family):
     folder = make_model(name, **overrides)
     prompts = [[5 + 7 * i, 9, 30 - i] * (3 + 7 * i) for i in range(len(KINDS))]
     params = [SamplingParams(**KINDS[kind], **SOME) for kind in KINDS]
-    wanted = [told(output) for output in engine(folder).generate(prompts, params)]
+    wanted = [told(output) for output in engine_of(folder).generate(prompts, params)]
     texts = [[*p, *w[0]] for p, w in zip(prompts, wanted, strict=True)]
     for chance in (1.0, 0.7):
-        runner = engine(folder, max_batched_tokens=40)
+        runner = engine_of(folder, max_batched_tokens=40)
         drafted(runner, texts, chance, depth=6)
         assert [told(output) for output in runner.generate(prompts, params)] == wanted
         runner.check_integrity()
@@ -57,7 +58,7 @@ def test_beams_are_the_same_beside_requests_with_drafts(tiny_llama, method):
     for speculates in (False, True):
         own = SpeculateConfig(method="ngram", depth=5) if speculates else None
         sizes = {"max_batch_size": 8, "kv_blocks": 24, "max_model_len": 192}
-        runner = engine(tiny_llama, speculate=own if method == "ngram" else None, **sizes)
+        runner = engine_of(tiny_llama, speculate=own if method == "ngram" else None, **sizes)
         if speculates and method == "known":
             texts = [[*p, *t] for p, t in zip(prompts, found[0][1], strict=True)]
             drafted(runner, texts, 0.8)
@@ -66,14 +67,9 @@ def test_beams_are_the_same_beside_requests_with_drafts(tiny_llama, method):
             proposer.propose = refusing_beams(proposer.propose)
         searches = [BeamSearch(runner, prompt, beams) for prompt in prompts[:1]]
         names = [runner.add_request(prompt, params) for prompt in prompts]
-        ended = {}
-        while runner.has_unfinished:
-            result = runner.advance()
-            ended |= {output.request_id: list(output.token_ids) for output in result.finished}
-            for search in searches:
-                search.take(result)
-        runner.check_integrity()
-        found.append(([s.hypotheses for s in searches], [ended[name] for name in names]))
+        ended = finish(runner, *searches)
+        tokens = [list(ended[name].token_ids) for name in names]
+        found.append(([s.hypotheses for s in searches], tokens))
     assert runner.speculation.accepted.sum() > 50
     assert found[1] == found[0]
 
@@ -84,8 +80,8 @@ def test_a_step_of_drafts_for_which_memory_is_too_small_is_done_again(tiny_llama
     prompts = [[40 + i, *range(60, 80 + i)] for i in range(3)]
     params = SamplingParams(**SOME, temperature=1.0, seed=3, logprobs=1)
     sizes = {"max_batch_size": 3, "max_batched_tokens": 64}
-    wanted = engine(tiny_llama, **sizes).generate(prompts, params)
-    runner = engine(tiny_llama, **sizes)
+    wanted = engine_of(tiny_llama, **sizes).generate(prompts, params)
+    runner = engine_of(tiny_llama, **sizes)
     forward, refused = runner.loop.forward, []
 
     def limited(batch):
@@ -95,7 +91,7 @@ def test_a_step_of_drafts_for_which_memory_is_too_small_is_done_again(tiny_llama
         return forward(batch)
 
     runner.loop.forward = limited
-    drafted(runner, [[*o.prompt_token_ids, *o.token_ids] for o in wanted], 0.9)
+    drafted(runner, [tokens_of(o) for o in wanted], 0.9)
     assert [told(o) for o in runner.generate(prompts, params)] == [told(o) for o in wanted]
     runner.check_integrity()
     assert refused
@@ -106,9 +102,9 @@ def test_a_reference_may_be_longer_than_all_else_or_end_within_drafts(tiny_llama
     """Its tokens are the model's, or the request is refused."""
     sizes = {"max_model_len": 128, "kv_blocks": 2, "max_batch_size": 1}
     params, prompt = SamplingParams(max_tokens=300, ignore_eos=True), [*range(20, 40)]
-    (wanted,) = engine(tiny_llama, **sizes).generate([prompt], params)
+    (wanted,) = engine_of(tiny_llama, **sizes).generate([prompt], params)
     own = SpeculateConfig(method="ngram", depth=8)
-    runner = engine(tiny_llama, speculate=own, **sizes)
+    runner = engine_of(tiny_llama, speculate=own, **sizes)
     reference = (*prompt[-4:], *wanted.token_ids, *[7, 8, 9] * 500)
     short = (*prompt[-4:], *wanted.token_ids[:13])
     for text in (reference, short, (7,) * 2000):

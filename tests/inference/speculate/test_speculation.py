@@ -1,25 +1,19 @@
 """Speculation: no token, log probability, text or reason changes, whatever is drafted."""
 
-import os
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from formats.errors import EngineError
-from inference.config import EngineConfig, SpeculateConfig
+from inference.config import SpeculateConfig
 from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
-from inference.requests.request import SamplingParams
+from inference.requests.request import RequestOutput, SamplingParams
 from inference.speculate.decoder import MOST_DEPTH, SpeculativeDecoder
 from inference.speculate.estimates import StepTime
+from tests.inference.engines import engine_of, tokens_of
 from tests.inference.speculate.requests import Replay, all_tokens, run_all, some_requests
-
-COUNT = int(os.environ.get("PTQ_SPECULATED_REQUESTS", "40"))
-
-
-def engine(folder, **config) -> Engine:
-    return Engine.from_pretrained(folder, config=EngineConfig(**config))
 
 
 @pytest.mark.parametrize(
@@ -33,16 +27,16 @@ def engine(folder, **config) -> Engine:
 )
 def test_nothing_changes(tiny_llama, make_quantized, scheme, depth, chance, config):
     """PTQ_SPECULATED_REQUESTS in the environment asks for another number of requests."""
-    folder = tiny_llama if scheme == "float" else make_quantized(tiny_llama, scheme)
-    requests = some_requests(COUNT)
-    runner = engine(folder, **config)
+    folder = make_quantized(tiny_llama, scheme)
+    requests = some_requests()
+    runner = engine_of(folder, **config)
     texts, wanted = all_tokens(runner, requests), run_all(runner, requests)
     replay = Replay(texts, chance, runner.model.config.vocab_size)
     runner.speculate_by(replay, depth)
     assert run_all(runner, requests) == wanted
     own = runner.speculation
     assert own.proposed.sum() > 0
-    assert replay.ended == COUNT
+    assert replay.ended == len(requests)
     share = own.accepted[0] / own.proposed[0]  # some outputs begin alike and go on otherwise
     assert abs(share - chance) < 0.3
 
@@ -50,8 +44,8 @@ def test_nothing_changes(tiny_llama, make_quantized, scheme, depth, chance, conf
 @pytest.fixture(scope="module")
 def plain(tiny_llama):
     """Requests, and what an engine without drafts answers."""
-    requests = some_requests(COUNT, seed=1)
-    return requests, run_all(engine(tiny_llama), requests)
+    requests = some_requests(seed=1)
+    return requests, run_all(engine_of(tiny_llama), requests)
 
 
 @pytest.mark.parametrize(
@@ -67,18 +61,25 @@ def test_no_method_changes_anything(tiny_llama, make_quantized, plain, method, d
     path = str(make_quantized(tiny_llama, "a8w4")) if method == "draft" else None
     requests, wanted = plain
     own = SpeculateConfig(method=method, path=path, depth=depth)
-    runner = engine(tiny_llama, speculate=own, **config)
+    runner = engine_of(tiny_llama, speculate=own, **config)
     assert run_all(runner, requests) == wanted
     assert run_all(runner, requests) == wanted  # what was served before is known now
     assert runner.speculation.accepted.sum() > 0
 
 
-def test_steps_are_as_few_as_drafts_allow(tiny_llama):
-    params = SamplingParams(max_tokens=25, ignore_eos=True)
-    runner = engine(tiny_llama)
+def knowing(
+    folder, tokens: int, chance: float = 1.0, depth: int | None = None, **config
+) -> tuple[Engine, SamplingParams, RequestOutput]:
+    """An engine that drafts the answer to "def f", parameters and that answer."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    runner = engine_of(folder, **config)
     (wanted,) = runner.generate(["def f"], params)
-    replay = Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100)
-    runner.speculate_by(replay, depth=5)
+    runner.speculate_by(Replay([tokens_of(wanted)], chance, 100), depth)
+    return runner, params, wanted
+
+
+def test_steps_are_as_few_as_drafts_allow(tiny_llama):
+    runner, params, _ = knowing(tiny_llama, 25, depth=5)
     name, steps, most = runner.add_request("def f", params), 0, 0
     while runner.has_unfinished:
         result = runner.advance()
@@ -87,22 +88,8 @@ def test_steps_are_as_few_as_drafts_allow(tiny_llama):
     assert most == 6
 
 
-def test_several_tokens_of_a_step_are_one_output(tiny_llama):
-    params = SamplingParams(max_tokens=13, ignore_eos=True, logprobs=1)
-    runner = engine(tiny_llama)
-    (wanted,) = runner.generate(["def f"], params)
-    runner.speculate_by(Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100), depth=3)
-    outputs = list(runner.stream("def f", params))
-    assert [len(output.token_ids) for output in outputs] == [1, 5, 9, 13]
-    assert "".join(output.delta for output in outputs) == wanted.text
-    assert list(outputs[-1].logprobs or ()) == list(wanted.logprobs or ())
-
-
 def test_what_prompts_leave_is_drafted_and_no_more(tiny_llama):
-    runner = engine(tiny_llama, max_batched_tokens=6)
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    (wanted,) = runner.generate(["def f"], params)
-    runner.speculate_by(Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100), depth=9)
+    runner, params, _ = knowing(tiny_llama, 40, depth=9, max_batched_tokens=6)
     works = []
     schedule = runner._scheduler.schedule
     runner._scheduler.schedule = lambda: works.append(schedule()) or works[-1]
@@ -120,11 +107,11 @@ def test_drafts_take_no_block_that_another_needs(tiny_llama):
     """Two requests that just fit: with drafts neither gives way to the other."""
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     config = {"max_batch_size": 2, "kv_blocks": 4, "max_model_len": 128, "prefix_cache": False}
-    runner = engine(tiny_llama, **config)
+    runner = engine_of(tiny_llama, **config)
     prompts = [[5] * 60, [6] * 60]
     wanted = runner.generate(prompts, params)
     assert runner.stats().preemptions == 0
-    texts = [[*output.prompt_token_ids, *output.token_ids] for output in wanted]
+    texts = [tokens_of(output) for output in wanted]
     runner.speculate_by(Replay(texts, 0.9, 100), depth=8)
     again = runner.generate(prompts, params)
     assert [o.token_ids for o in again] == [o.token_ids for o in wanted]
@@ -154,13 +141,9 @@ def _instead(
 
 def test_a_depth_is_chosen_that_pays(tiny_llama):
     """Drafts that never come are hardly ever made; those that always come are long chains."""
-    params = SamplingParams(max_tokens=300, ignore_eos=True)
     computed = []
     for chance in (0.0, 1.0):
-        runner = engine(tiny_llama)
-        (wanted,) = runner.generate(["def f"], params)
-        text = [*wanted.prompt_token_ids, *wanted.token_ids]
-        runner.speculate_by(Replay([text], chance, 100))
+        runner, params, _ = knowing(tiny_llama, 300, chance)
         computed.append(pretend(runner))
         runner.generate(["def f"], params)
     assert computed[0].proposed.sum() < 280
@@ -172,11 +155,7 @@ def test_a_depth_is_chosen_that_pays(tiny_llama):
 
 def test_what_costs_more_than_a_step_is_left_out(tiny_llama):
     """Drafts that always come, each made more slowly than the model itself would."""
-    params = SamplingParams(max_tokens=120, ignore_eos=True)
-    runner = engine(tiny_llama)
-    (wanted,) = runner.generate(["def f"], params)
-    replay = Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100)
-    runner.speculate_by(replay)
+    runner, params, wanted = knowing(tiny_llama, 120)
     found = pretend(runner, drafting=lambda longest: 0.01 * longest)
     assert runner.generate(["def f"], params)[0].token_ids == wanted.token_ids
     assert 0 < found.steps < 8
@@ -184,17 +163,14 @@ def test_what_costs_more_than_a_step_is_left_out(tiny_llama):
 
 def test_a_pause_while_drafts_are_made_does_not_end_them(tiny_llama):
     """The machine is away for a second, at any of the first times; all others take no time."""
-    params = SamplingParams(max_tokens=120, ignore_eos=True)
-    runner = engine(tiny_llama)
-    (wanted,) = runner.generate(["def f"], params)
     for paused in (1, 2, 3):
+        runner, params, _ = knowing(tiny_llama, 120)
         calls = []
 
         def seconds(longest: int, calls: list[int] = calls, paused: int = paused) -> float:
             calls.append(longest)
             return 1.0 if len(calls) == paused else 1e-6
 
-        runner.speculate_by(Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100))
         pretend(runner, drafting=seconds)
         runner.generate(["def f"], params)
         assert max(calls[4:]) > 4
@@ -203,13 +179,9 @@ def test_a_pause_while_drafts_are_made_does_not_end_them(tiny_llama):
 def test_steps_with_drafts_that_take_longer_are_known_for_it(tiny_llama):
     """A step with drafts takes three times as long, as where a device is waited for: one token
     more a step would not pay, four do."""
-    params = SamplingParams(max_tokens=300, ignore_eos=True)
     accepted = []
     for chance in (0.55, 1.0):
-        runner = engine(tiny_llama)
-        (wanted,) = runner.generate(["def f"], params)
-        text = [*wanted.prompt_token_ids, *wanted.token_ids]
-        runner.speculate_by(Replay([text], chance, 100))
+        runner, params, _ = knowing(tiny_llama, 300, chance)
         found = pretend(runner)
         found._verifying.note = _instead(
             type(found._verifying).note.__get__(found._verifying), lambda rows: 3e-3
@@ -280,5 +252,5 @@ def test_a_backend_that_runs_no_drafter_says_so(tiny_llama, monkeypatch):
     with pytest.raises(
         EngineError, match="found draft.* of several ranks drafts by ngram or suffix"
     ):
-        engine(tiny_llama, speculate=own)
-    assert engine(tiny_llama, speculate=SpeculateConfig(method="ngram")).speculation is not None
+        engine_of(tiny_llama, speculate=own)
+    assert engine_of(tiny_llama, speculate=SpeculateConfig(method="ngram")).speculation is not None

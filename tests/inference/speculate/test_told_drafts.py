@@ -3,9 +3,9 @@
 from collections import Counter
 from itertools import takewhile
 
-from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams, StepResult
+from tests.inference.engines import engine_of, tokens_of
 from tests.inference.speculate.requests import Replay
 from tests.inference.speculate.test_traps import KINDS, ended_at
 
@@ -31,13 +31,13 @@ def run(runner: Engine, params: dict[str, SamplingParams]) -> tuple[dict[str, li
     while runner.has_unfinished:
         steps.append(runner.advance())
         for output in steps[-1].finished:
-            texts[output.request_id] = [*output.prompt_token_ids, *output.token_ids]
+            texts[output.request_id] = tokens_of(output)
     return texts, steps
 
 
 def test_drafts_of_each_request_are_told_with_its_tokens(tiny_llama):
     """Some end with a token that is a draft, and all have drafts that are wrong."""
-    runner = Engine.from_pretrained(tiny_llama, config=EngineConfig(max_batch_size=8))
+    runner = engine_of(tiny_llama, max_batch_size=8)
     values = {kind: own | {"max_tokens": 40, "ignore_eos": True} for kind, own in KINDS.items()}
     whole, steps = run(runner, {kind: SamplingParams(**own) for kind, own in values.items()})
     assert not any(step.drafts for step in steps)

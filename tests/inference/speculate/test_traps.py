@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from inference.config import EngineConfig, SpeculateConfig
+from inference.config import SpeculateConfig
 from inference.engine import Engine
 from inference.requests.constraint import Constraint
 from inference.requests.request import RequestOutput, SamplingParams
+from tests.inference.engines import engine_of, tokens_of
 from tests.inference.speculate.requests import Replay
 
 PROMPT = [*range(20, 40)]
@@ -26,10 +27,6 @@ WORDS = {
     "properties": {"name": {"enum": ["add", "value"]}, "big": {"type": "boolean"}},
     "required": ["name", "big"],
 }
-
-
-def engine(folder, **config) -> Engine:
-    return Engine.from_pretrained(folder, config=EngineConfig(**config))
 
 
 def told(output: RequestOutput) -> tuple:
@@ -57,25 +54,30 @@ def ended_at(tokens: Sequence[int], least: int = 6) -> int:
     return next(i for i in range(least, len(tokens)) if tokens[i] not in tokens[:i])
 
 
+def check_ended(runner: Engine, params: SamplingParams, wanted: tuple, text, prompt=PROMPT) -> None:
+    """Drafts of a text that goes on after an answer's end change nothing, though they reach it."""
+    replay = drafted(runner, [[*prompt, *text]])
+    assert answer(runner, params, prompt) == wanted
+    assert replay.reached_behind(len(prompt) + len(wanted[0]))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_behind_an_end_token_are_not_taken(tiny_llama, kind):
     """The drafts go on as the text would without its end."""
-    runner, values = engine(tiny_llama), KINDS[kind] | {"max_tokens": 40, "ignore_eos": True}
+    runner, values = engine_of(tiny_llama), KINDS[kind] | {"max_tokens": 40, "ignore_eos": True}
     whole, *_ = answer(runner, SamplingParams(**values))
     at = ended_at(whole)
     params = SamplingParams(**values, stop_token_ids=(whole[at],))
     wanted = answer(runner, params)
     assert wanted[0] == whole[: at + 1]
     assert wanted[2] == "stop"
-    replay = drafted(runner, [[*PROMPT, *whole]])
-    assert answer(runner, params) == wanted
-    assert replay.reached_behind(len(PROMPT) + at + 1)
+    check_ended(runner, params, wanted, whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_behind_a_stop_text_are_not_taken(tiny_llama, kind):
     """The text stands in the middle of drafts; it begins in one token and ends in another."""
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     decode = runner.tokenizer.decode
     letters = {token: 50 for token in range(384) if decode([token]).isalpha()}
     values = KINDS[kind] | {"max_tokens": 40, "ignore_eos": True, "frequency_penalty": 2.0}
@@ -88,14 +90,12 @@ def test_drafts_behind_a_stop_text_are_not_taken(tiny_llama, kind):
     assert wanted[1] == text[: text.index(stop)]
     assert 1 < len(wanted[0]) < 40
     assert wanted[2] == "stop"
-    replay = drafted(runner, [[*PROMPT, *whole]])
-    assert answer(runner, params) == wanted
-    assert replay.reached_behind(len(PROMPT) + len(wanted[0]))
+    check_ended(runner, params, wanted, whole)
 
 
 def test_drafts_behind_a_stop_text_of_a_plain_greedy_request_are_not_taken(tiny_llama):
     """Of such requests all tokens of a step are looked at together, where no text stops them."""
-    runner, found = engine(tiny_llama), 0
+    runner, found = engine_of(tiny_llama), 0
     values: dict = {"max_tokens": 40, "ignore_eos": True}
     for prompt in ([*range(start, start + 20)] for start in range(20, 120, 11)):
         whole, text, *_ = answer(runner, SamplingParams(**values), prompt)
@@ -107,9 +107,7 @@ def test_drafts_behind_a_stop_text_of_a_plain_greedy_request_are_not_taken(tiny_
         count = len(wanted[0])
         assert wanted[:3] == (whole[:count], text[: text.index(stop)], "stop")
         assert 1 < count <= 6
-        replay = drafted(runner, [[*prompt, *whole]])
-        assert answer(runner, params, prompt) == wanted
-        assert replay.reached_behind(len(prompt) + count)
+        check_ended(runner, params, wanted, whole, prompt)
         later = SamplingParams(**values, stop=(stop,), min_tokens=12)  # though the text is there
         several = answer(runner, later, prompt)
         runner.speculate_by(None)
@@ -121,7 +119,7 @@ def test_drafts_behind_a_stop_text_of_a_plain_greedy_request_are_not_taken(tiny_
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_that_may_not_come_yet_is_not_taken(tiny_llama, kind):
     """Drafts are end tokens, which the model wants all the time, and `min_tokens` forbids."""
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     params = SamplingParams(**KINDS[kind], max_tokens=30, min_tokens=12, logit_bias={END: 100})
     wanted = answer(runner, params)
     assert len(wanted[0]) == 13
@@ -139,7 +137,7 @@ def test_an_end_that_may_not_come_yet_is_not_taken(tiny_llama, kind):
 def test_no_draft_stands_behind_the_last_position(tiny_llama, kind, length):
     """The model has no more positions, and the cache no more blocks."""
     config = {"max_model_len": length, "kv_blocks": math.ceil(length / 64), "max_batch_size": 1}
-    runner, params = engine(tiny_llama, **config), SamplingParams(**KINDS[kind], max_tokens=500)
+    runner, params = engine_of(tiny_llama, **config), SamplingParams(**KINDS[kind], max_tokens=500)
     wanted = answer(runner, params)
     assert len(wanted[0]) == length - len(PROMPT)
     assert wanted[2] == "length"
@@ -153,7 +151,7 @@ def test_no_draft_stands_behind_the_last_position(tiny_llama, kind, length):
     [{}, {"temperature": 1.0, "seed": 3, "logprobs": 1}, {"ignore_eos": True, "min_tokens": 60}],
 )
 def test_drafts_behind_a_complete_json_are_not_taken(tiny_llama, values):
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     blank = {t: -100 for t in range(1, 384) if runner.tokenizer.decode([t]).isspace()}
     constraint = Constraint.json_schema(WORDS)
     params = SamplingParams(**values, max_tokens=60, constraint=constraint, logit_bias=blank)
@@ -181,18 +179,18 @@ def test_the_prefix_cache_finds_as_much_with_drafts(tiny_llama, method):
     params = SamplingParams(max_tokens=75, ignore_eos=True)
     found, answers = [], []
     for speculates in (False, True):
-        runner = engine(tiny_llama, max_batch_size=8)
+        runner = engine_of(tiny_llama, max_batch_size=8)
         if speculates and method == "known":
             drafted(runner, answers[0], 0.7)
         elif speculates:
             config = SpeculateConfig(method=method, depth=DEPTH)
-            runner = engine(tiny_llama, max_batch_size=8, speculate=config)
+            runner = engine_of(tiny_llama, max_batch_size=8, speculate=config)
         texts, counts = [], []
         for _ in range(2):
             outputs = runner.generate(prompts, params)
-            turns = [[*o.prompt_token_ids, *o.token_ids, 50 + i] for i, o in enumerate(outputs)]
+            turns = [[*tokens_of(o), 50 + i] for i, o in enumerate(outputs)]
             outputs += runner.generate(turns, params)
-            texts += [[*o.prompt_token_ids, *o.token_ids] for o in outputs]
+            texts += [tokens_of(o) for o in outputs]
             stats = runner.stats()
             counts.append((stats.queried_tokens, stats.hit_tokens, stats.cached))
         runner.check_integrity()
@@ -204,38 +202,17 @@ def test_the_prefix_cache_finds_as_much_with_drafts(tiny_llama, method):
     assert found[0][1][1] - found[0][0][1] == 4 * 128 + 4 * 192  # of the second round
 
 
-def test_an_aborted_request_with_drafts_leaves_what_it_computed(tiny_llama):
-    prompt, params = [*range(30, 130)], SamplingParams(max_tokens=200, ignore_eos=True)
-    runner = engine(tiny_llama)
-    whole, *_ = answer(runner, params, prompt)
-    hits = []
-    for speculates in (False, True):
-        runner = engine(tiny_llama)
-        if speculates:
-            drafted(runner, [[*prompt, *whole]])
-        name, gained = runner.add_request(prompt, params), 0
-        while gained < 95:
-            gained += runner.advance().names.count(name)
-        output = runner.abort(name)
-        assert output.token_ids == whole[:gained]
-        runner.check_integrity()
-        wanted = answer(engine(tiny_llama), params, [*prompt, *whole[:150]])
-        assert answer(runner, params, [*prompt, *whole[:150]]) == wanted
-        hits.append(runner.stats().hit_tokens)
-    assert hits == [192, 192]
-
-
 @pytest.mark.parametrize("method", ["ngram", "suffix", "known"])
 @pytest.mark.parametrize("scheme", ["float", "a8w8c8"])
 def test_who_gives_way_says_the_same_with_drafts(tiny_llama, make_quantized, scheme, method):
-    folder = tiny_llama if scheme == "float" else make_quantized(tiny_llama, scheme)
+    folder = make_quantized(tiny_llama, scheme)
     prompts = [[5, 6 + i, 7] * 18 for i in range(5)]
     params = [SamplingParams(**KINDS[kind], max_tokens=80, ignore_eos=True) for kind in KINDS]
-    large = engine(folder, kv_blocks=64)
+    large = engine_of(folder, kv_blocks=64)
     wanted = [told(output) for output in large.generate(prompts, params)]
     assert large.stats().preemptions == 0
     own = None if method == "known" else SpeculateConfig(method=method, depth=DEPTH)
-    small = engine(folder, kv_blocks=6, max_model_len=192, speculate=own)
+    small = engine_of(folder, kv_blocks=6, max_model_len=192, speculate=own)
     if own is None:
         drafted(small, [[*p, *w[0]] for p, w in zip(prompts, wanted, strict=True)], 0.8)
     for _ in range(2):
@@ -253,7 +230,7 @@ def test_log_probabilities_of_tokens_that_were_drafts_are_those_of_the_model(tin
         SamplingParams(**(KINDS[kind] | {"logprobs": i}), max_tokens=41, ignore_eos=True)
         for i, kind in enumerate(KINDS)
     ]
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     wanted = [told(output) for output in runner.generate(prompts, params)]
     drafted(runner, [[*p, *w[0]] for p, w in zip(prompts, wanted, strict=True)], depth=3)
     outputs = runner.generate(prompts, params)
@@ -271,10 +248,13 @@ def test_log_probabilities_of_tokens_that_were_drafts_are_those_of_the_model(tin
 
 def test_a_step_tells_a_log_probability_with_each_of_its_tokens(tiny_llama):
     """As a server streams it: by names, tokens and log probabilities of steps."""
-    runner, params = engine(tiny_llama), SamplingParams(max_tokens=26, ignore_eos=True, logprobs=2)
+    runner, params = (
+        engine_of(tiny_llama),
+        SamplingParams(max_tokens=26, ignore_eos=True, logprobs=2),
+    )
     prompts = {"a": PROMPT, "b": PROMPT[::-1]}
     wanted = dict(zip(prompts, runner.generate(list(prompts.values()), params), strict=True))
-    drafted(runner, [[*o.prompt_token_ids, *o.token_ids] for o in wanted.values()], depth=4)
+    drafted(runner, [tokens_of(o) for o in wanted.values()], depth=4)
     for name, prompt in prompts.items():
         runner.add_request(prompt, params, name)
     together, found = [], {name: list[tuple[int, Mapping[int, float]]]() for name in prompts}
@@ -289,11 +269,15 @@ def test_a_step_tells_a_log_probability_with_each_of_its_tokens(tiny_llama):
         assert found[name] == list(zip(output.token_ids, output.logprobs or (), strict=True))
 
 
-@pytest.mark.parametrize("stop", [(), ("never to be found",)])
-def test_several_tokens_of_a_step_are_one_delta_with_all_log_probabilities(tiny_llama, stop):
-    runner = engine(tiny_llama)
+@pytest.mark.parametrize(
+    ("stop", "temperature"), [((), 0.9), (("never to be found",), 0.9), ((), 0.0)]
+)
+def test_several_tokens_of_a_step_are_one_delta_with_all_log_probabilities(
+    tiny_llama, stop, temperature
+):
+    runner = engine_of(tiny_llama)
     values = {"max_tokens": 26, "ignore_eos": True, "logprobs": 3, "stop": stop}
-    values |= {"temperature": 0.9, "seed": 1}
+    values |= {"temperature": temperature, "seed": 1}
     wanted = told(runner.generate([PROMPT], SamplingParams(**values))[0])
     drafted(runner, [[*PROMPT, *wanted[0]]], depth=4)
     counts, text = [], ""

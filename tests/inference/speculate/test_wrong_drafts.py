@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 
 from inference.requests.request import SamplingParams
-from inference.scheduling.batch import Ints, RunningBatch
 from kernels.attention_inputs import KV_BLOCK
+from tests.inference.engines import engine_of, tokens_of
+from tests.inference.speculate.requests import Proposing
 from tests.inference.speculate.test_traps import (
     DEPTH,
     KINDS,
@@ -16,45 +16,34 @@ from tests.inference.speculate.test_traps import (
     answer,
     drafted,
     ended_at,
-    engine,
 )
 
 LONG: dict = {"max_tokens": 60, "ignore_eos": True}
 
 
-class InPlaceOf:
+class InPlaceOf(Proposing):
     """Drafts of a known text whose first token is each time another one.
 
     Args:
-        text: The prompt and what comes behind it.
+        text: The prompt and what comes after it.
         others: By how many tokens are known, what is drafted in place of the one that comes next;
             no drafts where it is missing.
-        follows: Whether what comes after that one is drafted behind it; else it is repeated.
+        follows: Whether what comes after that one is drafted after it; else it is repeated.
     """
 
     def __init__(
         self, text: Sequence[int], others: dict[int, int], *, follows: bool = True
     ) -> None:
+        super().__init__()
         self._text, self._others, self._follows = list(text), others, follows
-        self.proposed = 0
 
-    def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
-        counts = np.zeros_like(places)
-        for i, (place, count) in enumerate(zip(places.tolist(), most.tolist(), strict=True)):
-            known = int(batch.known[place])
-            if known not in self._others:
-                continue
-            assert batch.ids[place, :known].tolist() == self._text[:known]
-            other = self._others[known]
-            drafts = [other, *self._text[known + 1 :]] if self._follows else [other] * count
-            drafts = drafts[:count]
-            batch.ids[place, known : known + len(drafts)] = drafts
-            counts[i] = len(drafts)
-            self.proposed += len(drafts)
-        return counts
-
-    def note_end(self, tokens: Sequence[int], prompt: int) -> None:
-        """Nothing is kept."""
+    def after(self, text: list[int], most: int) -> list[int]:
+        known = len(text)
+        if known not in self._others:
+            return []
+        assert text == self._text[:known]
+        other = self._others[known]
+        return ([other, *self._text[known + 1 :]] if self._follows else [other] * most)[:most]
 
 
 @pytest.mark.parametrize("follows", [True, False])
@@ -63,7 +52,7 @@ def test_likely_tokens_that_were_not_chosen_are_not_taken(tiny_llama, kind, foll
     """Some systems take a draft that is among the likely tokens, or the second of them where those
     behind it are the likeliest; nor does a penalty count it."""
     own = KINDS.get(kind, {"temperature": 1.0, "seed": 4, "top_k": 20, "top_p": 0.9})
-    params, runner = SamplingParams(**LONG, **own), engine(tiny_llama)
+    params, runner = SamplingParams(**LONG, **own), engine_of(tiny_llama)
     wanted = answer(runner, params)
     told = SamplingParams(**LONG, **(own | {"logprobs": 2}))
     tokens, _, _, found = answer(runner, told)
@@ -83,7 +72,7 @@ def test_likely_tokens_that_were_not_chosen_are_not_taken(tiny_llama, kind, foll
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_text_that_a_draft_would_complete_is_not_found(tiny_llama, kind):
     """The text is that of a token that came and of the draft that did not come behind it."""
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     decode = runner.tokenizer.decode
     letters = [token for token in range(384) if decode([token]).isalpha()]
     values = KINDS[kind] | LONG | {"logit_bias": dict.fromkeys(letters, 50)}
@@ -102,33 +91,39 @@ def test_a_stop_text_that_a_draft_would_complete_is_not_found(tiny_llama, kind):
     assert proposer.proposed > 150
 
 
-def test_what_wrong_drafts_fill_is_not_found_again(tiny_llama):
-    """A request is aborted whose drafts reach over a block's end, which its own tokens do not."""
+@pytest.mark.parametrize(
+    ("chance", "gained", "found"),
+    [(None, 95, 192), (1.0, 95, 192), (0.0, 90, 128), (0.0, 92, 128), (0.0, 93, 192)],
+)
+def test_of_an_aborted_request_its_own_tokens_are_found_again(tiny_llama, chance, gained, found):
+    """Wrong drafts reach over a block's end, which its own tokens may not; the last one of these
+    is not computed."""
     prompt, params = [*range(30, 130)], SamplingParams(max_tokens=200, ignore_eos=True)
-    whole, *_ = answer(engine(tiny_llama), params, prompt)
-    wanted = answer(engine(tiny_llama), params, [*prompt, *whole[:150]])
-    for gained, found in ((90, 128), (92, 128), (93, 192)):  # the last token is not computed
-        runner = engine(tiny_llama)
-        replay = drafted(runner, [[*prompt, *whole]], 0.0)
-        name = runner.add_request(prompt, params)
-        for _ in range(gained):
-            assert runner.advance().names == [name]
-            runner.check_integrity()
-        assert replay.reached_behind(192)
-        output = runner.abort(name)
-        assert output.token_ids == whole[:gained]
+    runner, other = engine_of(tiny_llama), engine_of(tiny_llama)
+    text, *_ = answer(other, params, prompt)
+    replay = None if chance is None else drafted(runner, [[*prompt, *text]], chance)
+    name, count = runner.add_request(prompt, params), 0
+    while count < gained:
+        names = runner.advance().names
+        assert chance != 0 or names == [name]
+        count += names.count(name)
         runner.check_integrity()
-        assert answer(runner, params, [*prompt, *whole[:150]]) == wanted
-        assert runner.stats().hit_tokens == found
+    assert chance != 0 or (replay and replay.reached_behind(192))
+    output = runner.abort(name)
+    assert output.token_ids == text[:count]
+    runner.check_integrity()
+    again = [*prompt, *text[:150]]
+    assert answer(runner, params, again) == answer(engine_of(tiny_llama), params, again)
+    assert runner.stats().hit_tokens == found
 
 
 def test_requests_hold_no_more_blocks_behind_wrong_drafts_than_a_draft_can_need(tiny_llama):
     """Drafts of each step reach 16 tokens ahead: into one block more, and that is all."""
     prompts = [[5, 6 + i, 7] * 15 for i in range(4)]
     params = SamplingParams(max_tokens=120, ignore_eos=True)
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     wanted = runner.generate(prompts, params)
-    drafted(runner, [[*o.prompt_token_ids, *o.token_ids] for o in wanted], 0.0, depth=16)
+    drafted(runner, [tokens_of(o) for o in wanted], 0.0, depth=16)
     before = runner.stats()
     names = [runner.add_request(prompt, params) for prompt in prompts]
     gained, ended = 0, {}
@@ -151,9 +146,9 @@ def test_logits_that_are_not_finite_behind_a_wrong_draft_end_nothing(tiny_llama,
     has it never, and drafts have it all the time."""
     poison, values = 300, KINDS[kind] | LONG | {"logit_bias": {300: -100}}
     params = SamplingParams(**values)
-    wanted = answer(engine(tiny_llama), params)
+    wanted = answer(engine_of(tiny_llama), params)
     assert poison not in wanted[0]
-    runner = engine(tiny_llama)
+    runner = engine_of(tiny_llama)
     forward = runner.loop.forward
 
     def poisoned(batch):

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import pydantic
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from formats.errors import RequestError
 from formats.tokenizer import load_tokenizer
@@ -15,6 +16,7 @@ from inference.requests.constraint import Constraint
 from inference.structured import compiler as compiling
 from inference.structured.compiler import GrammarCompiler, GrammarMatcher, tokenizer_info
 from inference.structured.helper import Bounds, compile_one, grammar_of
+from tests.inference.requests.test_chat_tokens import byte_fallback
 
 xgrammar = pytest.importorskip("xgrammar")
 
@@ -183,39 +185,12 @@ def test_what_is_asked_for_twice_is_compiled_once(compiler):
     assert compiler.compile(constraint) is not first  # which is kept, and known at once
 
 
-def sentencepiece(vocabulary: list[str]):
-    """A tokenizer as Llama 2's: blanks are ▁, and unknown characters are bytes."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {text: i for i, text in enumerate(vocabulary)}
-    tokenizer = Tokenizer(models.BPE(ids, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-
-
 def test_sentencepiece_and_byte_level_tokenizers():
     """What is drawn under a grammar decodes to what it says; padded ids never come."""
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{i:02X}>" for i in range(256)),
-        "▁",
-        "▁{",
-        '"',
-        "}",
-        ":",
-    ]
-    pieces += ["é", "a", "b", "▁a", ",", "ab", '{"', '":', "[", "]"]
-    llama = sentencepiece(pieces)
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    pieces += ["▁", "▁{", '"', "}", ":", "é", "a", "b", "▁a", ",", "ab", '{"', '":', "[", "]"]
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    llama = PreTrainedTokenizerFast(tokenizer_object=byte_fallback(pieces), **special)
     byte_level = load_tokenizer(ROOT / "recipes" / "tiny-python")
     schema = Constraint.json_schema(
         {"type": "object", "properties": {"aé": {"enum": ["b a", "é€"]}}, "required": ["aé"]}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from formats.errors import RequestError
-from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.constraint import Constraint
 from inference.requests.request import SamplingParams
+from tests.inference.engines import engine_of
 
 pytest.importorskip("xgrammar")
 
@@ -109,8 +109,7 @@ SCHEMAS: list[tuple[Any, Callable[[Any], bool]]] = [
 
 @pytest.fixture(scope="module")
 def runner(tiny_llama) -> Engine:
-    sizes = EngineConfig(max_batch_size=24, kv_blocks=256)
-    return Engine.from_pretrained(tiny_llama, config=sizes)
+    return engine_of(tiny_llama, max_batch_size=24, kv_blocks=256)
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +215,7 @@ def test_preemption_changes_nothing(runner, blanks, tiny_llama):
     bounded = {"type": "array", "items": {"enum": ["one", "two"]}, "minItems": 30, "maxItems": 30}
     asked = params(Constraint.json_schema(bounded), blanks, temperature=1.0, seed=1)
     prompts = ["def f(x): return x\n" * 2] * 3
-    few = Engine.from_pretrained(
-        tiny_llama, config=EngineConfig(max_model_len=256, kv_blocks=5, max_batch_size=3)
-    )
+    few = engine_of(tiny_llama, max_model_len=256, kv_blocks=5, max_batch_size=3)
     outputs = few.generate(prompts, asked)
     assert few.stats().preemptions > 0
     wanted = runner.generate(prompts, asked)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from formats.errors import CheckpointError, EngineError
-from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.scheduling.batch import RunningBatch
@@ -16,7 +15,14 @@ from inference.scheduling.sequence import Sequence
 from inference.speculate.cached_tokens import CachedTokens
 from inference.speculate.chain import ChainProposer, Target
 from inference.speculate.methods.draft import draft_proposer
-from tests.inference.speculate.requests import fork_within, request_count, run_all, some_requests
+from tests.inference.engines import drafting
+from tests.inference.speculate.requests import (
+    fork_within,
+    request_count,
+    run_all,
+    some_requests,
+    spied,
+)
 from tests.inference.transformers_code.test_states import write_small
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
@@ -25,8 +31,7 @@ PROMPTS = [[5 + i] * 45 + [9 + 3 * i] * i for i in range(4)]
 
 
 def engine(folder, draft=None, depth=4, **config) -> Engine:
-    speculate = draft and SpeculateConfig(method="draft", path=str(draft), depth=depth)
-    return Engine.from_pretrained(folder, config=EngineConfig(speculate=speculate, **config))
+    return drafting(folder, draft and "draft", draft, depth, **config)
 
 
 def proposer_of(runner: Engine) -> ChainProposer:
@@ -46,10 +51,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     tiny_llama, make_quantized, tmp_path, scheme
 ):
     """Also behind what it finds, in blocks that others had, and after a sequence gave way."""
-    if scheme in STATEFUL:
-        folder = write_small(scheme, tmp_path)
-    else:
-        folder = tiny_llama if scheme == "float" else make_quantized(tiny_llama, scheme)
+    stateful = scheme in STATEFUL
+    folder = write_small(scheme, tmp_path) if stateful else make_quantized(tiny_llama, scheme)
     want = [list(o.token_ids) for o in engine(folder).generate(PROMPTS, LONG)]
     runner = engine(folder, folder, max_batch_size=3, max_model_len=192, max_batched_tokens=50)
     assert [o.token_ids for o in runner.generate(PROMPTS, LONG)] == want
@@ -115,18 +118,12 @@ def test_models_of_transformers_code_draft(tiny_llama):
 def test_nothing_is_drafted_behind_the_last_position(make_model, tiny_llama):
     draft = make_model("llama", max_position_embeddings=64)
     runner = engine(tiny_llama, draft, depth=20)
-    proposer, ends = proposer_of(runner), []
-    propose = proposer.propose
-
-    def noted(batch, places, most):
-        counts = propose(batch, places, most)
-        ends.extend((batch.known[places] + counts)[counts > 0].tolist())
-        return counts
-
-    proposer.propose = noted
+    seen = spied(runner)
     (got,) = runner.generate([[5] * 40], LONG)
     assert got.token_ids == engine(tiny_llama).generate([[5] * 40], LONG)[0].token_ids
-    assert max(ends) == 65  # the last position gives one more token
+    assert (
+        max(len(text) + len(drafts) for text, drafts in seen if drafts) == 65
+    )  # the last position gives one more token
 
 
 def test_logits_that_are_not_finite_draft_nothing_and_leave_nothing(tiny_llama):

@@ -10,7 +10,7 @@ from formats.errors import CheckpointError, EngineError
 from formats.families.predicting import UNDECLARED
 from formats.residual_rotation import with_rotation
 from inference.requests.request import SamplingParams
-from tests.inference.speculate.methods.test_eagle import spied
+from tests.inference.engines import tokens_of
 from tests.inference.speculate.predicting import (
     HIDDEN,
     KINDS,
@@ -20,7 +20,7 @@ from tests.inference.speculate.predicting import (
     inside,
     with_layer,
 )
-from tests.inference.speculate.requests import request_count, run_all, some_requests
+from tests.inference.speculate.requests import request_count, run_all, some_requests, spied
 from tests.inference.transformers_code.test_states import write_small
 
 LONG = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -50,9 +50,7 @@ def test_drafts_are_those_of_the_layer(reference, folder):
     runner = engine(folder, max_batched_tokens=80, max_batch_size=3)
     seen = spied(runner)
     outputs = runner.generate(PROMPTS, LONG)
-    runner.generate(
-        [[*o.prompt_token_ids, *o.token_ids, 7 + i] for i, o in enumerate(outputs)], LONG
-    )
+    runner.generate([[*tokens_of(o), 7 + i] for i, o in enumerate(outputs)], LONG)
     for rest in (range(94, 100), (7, 8), (9,)):  # one by one: each has that block to itself
         runner.generate([[*range(30, 94), *rest]], LONG)
     assert runner.stats().hit_tokens > 0

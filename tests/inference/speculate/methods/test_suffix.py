@@ -66,11 +66,11 @@ def test_what_was_served_longest_ago_is_forgotten():
 
 
 def test_the_more_frequent_continuation_is_proposed_and_ends_where_it_is_unlikely():
-    proposer, running = SuffixProposer(1 << 10), Running()
+    running = Running(proposer := SuffixProposer(1 << 10))
     for i in range(8):
         proposer.note_end([1, 2, 3, 4, 5 if i % 4 else 6, 7, 20 + i], 2)
     sequence = running.enter([9, 1, 2, 3, 4])
-    assert running.draft(proposer, sequence) == [[5, 7]]
+    assert running.draft(sequence) == [[5, 7]]
     assert proposer.confidence[0, 0] == pytest.approx(0.75 * 0.8)  # shares times prior trust
     assert proposer.confidence[0, 1] == pytest.approx(0.8)
     assert not proposer.confidence[0, 2:].any()
@@ -86,20 +86,20 @@ def test_repeated_requests_take_as_few_steps_as_drafts_allow():
 
 
 def test_without_past_requests_drafts_are_of_the_own_text():
-    proposer, running = SuffixProposer(1 << 10), Running()
+    running = Running(SuffixProposer(1 << 10))
     sequence = running.enter([1, 2, 3, 4, 1, 2], [5, 5])
-    assert running.draft(proposer, sequence, most=2) == [[3, 4]]
-    assert running.draft(proposer, running.enter([3])) == [[]]
+    assert running.draft(sequence, most=2) == [[3, 4]]
+    assert running.draft(running.enter([3])) == [[]]
 
 
 def test_a_place_that_another_sequence_takes_does_not_judge_the_last_draft():
-    proposer, running = SuffixProposer(1 << 10), Running(1)
+    running = Running(proposer := SuffixProposer(1 << 10), places=1)
     proposer.note_end([1, 2, 3, 4], 2)
     first = running.enter([1, 2])
-    running.draft(proposer, first)
+    running.draft(first)
     before = proposer.confidence[0, 0]
     running.batch.leave(first)
-    running.draft(proposer, running.enter([1, 2, 9, 1, 2]))
+    running.draft(running.enter([1, 2, 9, 1, 2]))
     running.batch.leave(running.batch.sequences[0])
-    running.draft(proposer, running.enter([1, 2]))
+    running.draft(running.enter([1, 2]))
     assert proposer.confidence[0, 0] == before > 0
