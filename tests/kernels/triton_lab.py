@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.kernels.fast_interpreter import hasten
 
@@ -64,6 +65,11 @@ def _elsewhere(interpret: bool, test: Callable) -> Callable:
 
 interpreted = functools.partial(_elsewhere, True)
 compiled = functools.partial(_elsewhere, False)
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Relative distance of two tensors."""
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,18 @@ def building_for(capability: int) -> Iterator[list[Binary]]:
         yield built
     finally:
         JITFunction.run = launch
+
+
+def fitting(
+    built: list[Binary], count: int = 1, shared: int = SHARED, registers: int = 255
+) -> list[Binary]:
+    """So many binaries, which keep to a program's registers and shared memory."""
+    assert len(built) == count
+    for binary in built:
+        assert binary.stack == 0
+        assert binary.shared <= shared, binary.shared
+        assert binary.registers <= registers, binary.registers
+    return built
 
 
 def _binary(kernel: Any) -> Binary:

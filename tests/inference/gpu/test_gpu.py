@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -32,8 +33,11 @@ from kernels.triton.common import Workspace
 from kernels.triton.linear import dispatch
 from kernels.triton.linear.w16a16 import DenseWeight
 from tests.experts import MOE
+from tests.inference.engines import finish
+from tests.inference.engines import ids as prompt
 from tests.inference.speculate.test_wrong_drafts import InPlaceOf
-from tests.kernels.triton_lab import interpreted
+from tests.kernels.triton_lab import distance, interpreted
+from tests.older_families import write_older
 from tests.tiny_families import DEEPSEEK, TINY
 
 SCHEMES = [
@@ -65,12 +69,8 @@ def engine_of(path: str, dtype=torch.float16, *, triton: bool = True, **config):
     )
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 384, (length,), generator=generator).tolist()
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
+@interpreted
 def test_logits_are_those_of_the_cpu(tmp_path, scheme):
     path = checkpoint_of(tmp_path, scheme)
     compare(path, 0.1 if scheme in COARSE else 0.03)
@@ -86,6 +86,7 @@ def test_steps_that_are_not_captured_are_replayed_kernel_by_kernel(tmp_path):
 
 
 @pytest.mark.parametrize("experts", [False, True])
+@interpreted
 def test_rows_of_sink_tokens_have_scales_of_their_own(
     tmp_path, make_model, make_quantized, experts
 ):
@@ -116,7 +117,6 @@ def with_sinks(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@interpreted
 def sinks_matter(path: str):
     ids = torch.tensor(prompt(5))
     found = engine_of(path).score(ids)
@@ -132,14 +132,14 @@ def sinks_matter(path: str):
 def test_keys_and_values_of_sink_tokens_are_cached_as_floats(tmp_path, scheme):
     path = checkpoint_of(tmp_path, scheme)
     with_sinks(Path(path))
-    compare.inner(path, 0.1)
+    compare(path, 0.1)
     ids, params = prompt(70), SamplingParams(max_tokens=2, ignore_eos=True)
     engine = engine_of(path)
     assert engine.pools[0].sink_tokens == 2
     first, again = (engine.generate([ids], params)[0] for _ in "ab")
     assert engine.stats().hit_tokens == 64
     assert again.token_ids == first.token_ids
-    sinks_matter.inner(path)
+    sinks_matter(path)
 
 
 @interpreted
@@ -167,7 +167,7 @@ def test_each_block_has_a_cache_of_its_own(tmp_path):
             (torch.float16, torch.float16),
             (torch.int8, torch.uint8),
         ]
-        compare.inner(path, 0.1)
+        compare(path, 0.1)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_c8", "fp8_block"])
@@ -183,7 +183,7 @@ def test_e4m3_before_ada_runs_dequantized(tmp_path, scheme):
             with pytest.raises(EngineError, match="use an int8 cache"):
                 engine_of(path)
             return
-        compare.inner(path, 0.1)
+        compare(path, 0.1)
 
 
 FAMILIES = {  # one that has each part; all of them run in tests/gpu
@@ -195,32 +195,29 @@ FAMILIES = {  # one that has each part; all of them run in tests/gpu
     **{kind: TINY[kind] for kind in ("gemma2", "gemma3_text", "granite", "ministral3")},
     **dict(DEEPSEEK[kind] for kind in ("v2_lite", "v3")),
 }
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(make_model, family):
-    own = {"layers": 2 if family == "gemma3_text" else 1, "tie_word_embeddings": False}
-    compare(str(make_model(family, **own, **FAMILIES[family])), 0.03)
+# What is quantized comes after a norm of a sum, or after none.
+QUANTIZED = [("gemma2", "a8w8c8"), ("olmo2", "a8w8c8_dynamic"), ("deepseek_v3", "a8w8c8")]
 
 
 @pytest.mark.parametrize(
-    ("family", "preset"),
-    [("gemma2", "a8w8c8"), ("olmo2", "a8w8c8_dynamic"), ("deepseek_v3", "a8w8c8")],
+    ("family", "preset"), [*((family, None) for family in FAMILIES), *QUANTIZED]
 )
-def test_quantized_families(make_model, make_quantized, family, preset):
-    """What is quantized stands behind a norm of a sum, or behind none."""
-    source = make_model(family, layers=1, tie_word_embeddings=False, **FAMILIES[family])
-    compare(str(make_quantized(source, preset)), 0.1)
-
-
-def test_a_tied_head_and_its_embedding_are_held_once(make_model):
-    path = str(make_model("llama", layers=1))
-    compare(path, 0.03)
-    held_once(path)
+@interpreted
+def test_families(make_model, make_quantized, family, preset):
+    layers = 2 if family == "gemma3_text" else 1
+    folder = make_model(family, layers=layers, tie_word_embeddings=False, **FAMILIES[family])
+    compare(str(make_quantized(folder, preset)), 0.1 if preset else 0.03)
 
 
 @interpreted
-def held_once(path: str):
+def test_biases_by_distance(tmp_path):
+    compare(str(write_older(tmp_path, "falcon_alibi", num_hidden_layers=1)), 0.03)
+
+
+@interpreted
+def test_a_tied_head_and_its_embedding_are_held_once(make_model):
+    path = str(make_model("llama", layers=1))
+    compare(path, 0.03)
     model = engine_of(path).model
     layer = model.layers[0]
     others = (layer.qkv, layer.o, layer.feed_forward)
@@ -228,25 +225,23 @@ def held_once(path: str):
     assert model.weight_bytes == model.embedding.nbytes + sum(part.nbytes for part in others)
 
 
-@interpreted
 def compare(path: str, tolerance: float):
     tokens = prompt(40)
-    wanted = engine_of(path, triton=False).score(tokens)
-    whole = engine_of(path).score(tokens)
-    chunks = engine_of(path, max_batched_tokens=30).score(tokens)
-    for found in (whole, chunks):
-        error = (found - wanted).norm() / wanted.norm()
-        assert error < tolerance, error
+    wanted = on_cpu(path, tokens)
+    for config in ({}, {"max_batched_tokens": 30}):  # whole, and in chunks
+        assert distance(engine_of(path, **config).score(tokens), wanted) < tolerance
+
+
+def on_cpu(path: str, tokens: list[int], **config) -> torch.Tensor:
+    """Logits of a text by the other backend."""
+    return engine_of(path, triton=False, **config).score(tokens)
 
 
 def run(path: str, requests: list, *, eager: bool, **config) -> list:
     """Tokens and reasons of requests (prompt, parameters); all arrive at once."""
     engine = engine_of(path, eager=eager, **config)
     names = [engine.add_request(p, SamplingParams(**params)) for p, params in requests]
-    found = {}
-    while engine.has_unfinished:
-        found |= {out.request_id: out for out in engine.step() if out.finished}
-        engine.check_integrity()
+    found = finish(engine)
     return [(found[name].token_ids, found[name].finish_reason) for name in names]
 
 
@@ -266,26 +261,21 @@ def test_what_attention_does_not_take_is_refused_at_once(tmp_path):
     path = checkpoint_of(tmp_path, "float", head_dim=520)
     with pytest.raises(CheckpointError, match="heads of 520 .* GPUs run up to 512"):
         engine_of(path)
-    assert torch.isfinite(engine_of(path, triton=False).score(prompt(5))).all()
+    assert torch.isfinite(on_cpu(path, prompt(5))).all()
 
 
-def test_what_the_fast_path_refuses_runs_by_transformers_code(tmp_path):
-    """Heads of 24 channels lie in the cache as heads of 32."""
-    runs_by_transformers_code(checkpoint_of(tmp_path, "a8w8c8", head_dim=24), torch.int8)
-
-
-def test_transformers_code_turns_keys_for_an_int4_cache(tmp_path):
-    runs_by_transformers_code(checkpoint_of(tmp_path, "c4", head_dim=24), torch.uint8)
-
-
+@pytest.mark.parametrize(
+    ("scheme", "channels", "held"), [("a8w8c8", 32, torch.int8), ("c4", 16, torch.uint8)]
+)
 @interpreted
-def runs_by_transformers_code(path: str, held: torch.dtype):
+def test_what_the_fast_path_refuses_runs_by_transformers_code(tmp_path, scheme, channels, held):
+    """Heads of 24 channels lie in the cache as heads of 32; for an int4 cache keys are turned."""
+    path = checkpoint_of(tmp_path, scheme, head_dim=24)
     engine = engine_of(path)
     assert type(engine.model).__name__ == "CodeModel"
-    assert engine.pools[0].k.shape[3] == (16 if held == torch.uint8 else 32)
+    assert engine.pools[0].k.shape[3] == channels
     assert engine.pools[0].k.dtype == held
-    wanted = engine_of(path, triton=False).score(prompt(20))
-    assert (engine.score(prompt(20)) - wanted).norm() / wanted.norm() < 0.1
+    assert distance(engine.score(prompt(20)), on_cpu(path, prompt(20))) < 0.1
 
 
 @interpreted
@@ -478,50 +468,44 @@ def test_steps_run_on_the_device_of_their_model(tmp_path):
     assert all(devices == [engine.backend.device] for devices in seen)
 
 
+ODD = {"hidden_size": 96, "head_dim": 32, "num_attention_heads": 3, "intermediate_size": 160}
+
+
 @pytest.mark.parametrize("scheme", ["a8w8c8", "w8"])
+@interpreted
 def test_odd_sizes_run_on_kernels(scheme, tmp_path):
     """96 and 160 inputs are no multiples of 128, 160 outputs none of 64: tiles are filled up."""
-    path = checkpoint_of(tmp_path, scheme, hidden_size=96, head_dim=32, num_attention_heads=3,
-                         num_key_value_heads=1, intermediate_size=160)  # fmt: skip
+    path = checkpoint_of(tmp_path, scheme, **ODD, num_key_value_heads=1)
     compare(path, 0.03)
-    are_told(path, 0)
-
-
-def test_what_runs_dequantized_is_logged_in_one_line(tmp_path):
-    """However many layers there are: here no kernel takes any."""
-    path = checkpoint_of(tmp_path, "a8w8_dynamic", hidden_size=96, head_dim=32, num_attention_heads=3,
-                         num_key_value_heads=3, intermediate_size=160)  # fmt: skip
-    are_told(path, 1)
+    with logged() as lines:
+        block = engine_of(path).model.layers[0]
+    linear = (block.qkv, block.o, block.feed_forward.gate_up, block.feed_forward.down)
+    assert not any(isinstance(layer.weight, DenseWeight) for layer in linear)
+    assert not lines
 
 
 @interpreted
-def are_told(path: str, count: int):
+def test_what_runs_dequantized_is_logged_in_one_line(tmp_path):
+    """However many layers there are: here no kernel takes any."""
+    path = checkpoint_of(tmp_path, "a8w8_dynamic", **ODD, num_key_value_heads=3)
+    with logged() as lines, patch.object(dispatch, "_packed", lambda *_: None):
+        engine_of(path)
+    (line,) = lines
+    assert line.startswith("lm_head and 4 more: no GPU kernel takes int8 weights ")
+    assert line.endswith(
+        " of (384, 96), (288, 96), (96, 96), (320, 96), (96, 160); they run dequantized, with "
+        "the same numbers"
+    )
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """The lines that engines log inside."""
     lines: list[str] = []
-    handler = logging.Handler()
+    handler, log = logging.Handler(), logging.getLogger("ptq.inference")
     handler.emit = lambda record: lines.append(record.getMessage())
-    log = logging.getLogger("ptq.inference")
     log.addHandler(handler)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            if count:
-                patch.setattr(dispatch, "_packed", lambda *_: None)
-            engine = engine_of(path)
+        yield lines
     finally:
         log.removeHandler(handler)
-    if count:
-        assert lines[0].startswith("lm_head and 4 more: no GPU kernel takes int8 weights ")
-        assert lines[0].endswith(
-            " of (384, 96), (288, 96), (96, 96), (320, 96), (96, 160); they run dequantized, with "
-            "the same numbers"
-        )
-    else:
-        block = engine.model.layers[0]
-        linear = (block.qkv, block.o, block.feed_forward.gate_up, block.feed_forward.down)
-        assert not any(isinstance(layer.weight, DenseWeight) for layer in linear)
-    assert len(lines) == count, lines
-
-
-@pytest.mark.parametrize("device", ["gpu", "mps", "cuda:99"])
-def test_devices_that_are_none_are_refused(tiny_llama, device):
-    with pytest.raises(EngineError, match="device: found"):
-        Engine.from_pretrained(tiny_llama, device=device)

@@ -6,9 +6,10 @@ import torch
 from inference.config import SpeculateConfig
 from inference.requests.request import SamplingParams
 from tests.inference.gpu.test_gpu import checkpoint_of, engine_of, prompt
-from tests.inference.speculate.methods.test_eagle import Reference, spied
+from tests.inference.speculate.methods.test_eagle import Reference
 from tests.inference.speculate.predicting import KINDS, with_layer
 from tests.inference.speculate.predicting import Reference as PredictingReference
+from tests.inference.speculate.requests import spied
 from tests.kernels.triton_lab import interpreted
 
 PROMPTS = [prompt(n, n) for n in (3, 58, 60)]
@@ -37,24 +38,15 @@ def test_a_model_that_drafts_for_itself_is_right(tmp_path):
     runner.check_integrity()
 
 
-def test_a_head_drafts_what_it_does_on_a_cpu(tmp_path):
-    path = checkpoint_of(tmp_path, "float", num_hidden_layers=2)
-    Reference(path, tmp_path / "head")
-    drafts_as_on_a_cpu(path, str(tmp_path / "head"))
-
-
 @pytest.mark.parametrize("family", KINDS)
-def test_a_predicting_layer_drafts_what_it_does_on_a_cpu(make_model, tmp_path, family):
-    """Mixtures of experts the first two, of latent attention the first; the last reads no norm."""
-    plain = make_model(family, **KINDS[family])
-    predicts_as_on_a_cpu(
-        str(with_layer(plain, tmp_path / "model", PredictingReference(plain).tensors))
-    )
-
-
 @interpreted
-def predicts_as_on_a_cpu(path: str):
-    """Of a prompt and what came behind it: experts are slow where they are interpreted."""
+def test_a_predicting_layer_drafts_what_it_does_on_a_cpu(make_model, tmp_path, family):
+    """Mixtures of experts the first two, of latent attention the first; the last reads no norm.
+
+    Of a prompt and its first answers: experts are slow where they are interpreted.
+    """
+    plain = make_model(family, **KINDS[family])
+    path = str(with_layer(plain, tmp_path / "model", PredictingReference(plain).tensors))
     params, told = SamplingParams(max_tokens=5, ignore_eos=True), []
     for triton in (True, False):
         runner = drafting(path, "mtp", None, triton=triton)
@@ -67,12 +59,14 @@ def predicts_as_on_a_cpu(path: str):
 
 
 @interpreted
-def drafts_as_on_a_cpu(path: str, head: str):
-    """Behind prompts, behind what came, and after a sequence gave way."""
+def test_a_head_drafts_what_it_does_on_a_cpu(tmp_path):
+    """After prompts, after answers, and after a sequence gave way."""
+    path, head = checkpoint_of(tmp_path, "float", num_hidden_layers=2), tmp_path / "head"
+    Reference(path, head)
     params, drafts = SamplingParams(max_tokens=9, ignore_eos=True), []
     wanted = engine_of(path).generate(PROMPTS, params)
     for triton in (True, False):
-        runner = drafting(path, "eagle", head, triton=triton, max_batch_size=3, kv_blocks=3)
+        runner = drafting(path, "eagle", str(head), triton=triton, max_batch_size=3, kv_blocks=3)
         seen = spied(runner)
         found = runner.generate(PROMPTS, params)
         if triton:

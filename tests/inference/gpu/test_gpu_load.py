@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -57,12 +58,9 @@ def tensors(layer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @interpreted
 def test_the_bytes_are_those_of_experts_one_by_one(tmp_path, scheme, inner):
-    folder = str(tmp_path)
     device = torch.device("cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, own in OWN.items():
-            patch.setitem(PRESETS, name, own)
-        checkpoint = opened("stored", Path(folder), shape_of(Path(folder), 5, 256, inner), scheme)
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(PRESETS, OWN):
+        checkpoint = opened("stored", tmp_path, shape_of(tmp_path, 5, 256, inner), scheme)
         for leaves, size in (
             (("gate_proj", "up_proj"), 512 * inner),
             (("down_proj",), 256 * inner),
@@ -95,14 +93,11 @@ def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
 @pytest.mark.parametrize("kind", KINDS)
 @interpreted
 def test_more_experts_take_no_more_calls(tmp_path, scheme, kind):
-    folder = str(tmp_path)
     counts = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name, own in OWN.items():
-            patch.setitem(PRESETS, name, own)
+    with mock.patch.dict(PRESETS, OWN):
         for experts in (4, 12):
-            shape = shape_of(Path(folder) / str(experts), experts, 256, 128)
-            checkpoint = opened(kind, Path(folder), shape, scheme)
+            shape = shape_of(tmp_path / str(experts), experts, 256, 128)
+            checkpoint = opened(kind, tmp_path, shape, scheme)
             with Calls() as calls:
                 Decoder(checkpoint, TritonBackend(torch.device("cpu"), torch.float16))
             counts.append(calls.made)

@@ -118,31 +118,6 @@ class Multiples:
         return masks
 
 
-class Knowing:
-    """Drafts of outputs that are known, some of them wrong, and in some runs fewer than asked for."""
-
-    def __init__(self, requests: list, found: dict, rng: random.Random) -> None:
-        self._texts = [[*requests[i][0], *own[0]] for i, own in found.items()]
-        self._random, self._fewer = rng, rng.random() < 0.5
-
-    def propose(self, batch, places, most):
-        counts = np.zeros_like(places)
-        for i, (place, count) in enumerate(zip(places.tolist(), most.tolist(), strict=True)):
-            known = int(batch.known[place])
-            begun = batch.ids[place, :known].tolist()
-            text = next((t for t in self._texts if t[:known] == begun), [])
-            drafts = text[
-                known : known + (self._random.randint(0, count) if self._fewer else count)
-            ]
-            drafts = [t if self._random.random() < 0.8 else (t + 1) % V for t in drafts]
-            batch.ids[place, known : known + len(drafts)] = drafts
-            counts[i] = len(drafts)
-        return counts
-
-    def note_end(self, tokens, prompt) -> None:
-        pass
-
-
 def some_request(rng: random.Random, limit: int) -> tuple[list[int], SamplingParams]:
     most = rng.choice([1, 2, rng.randint(1, 80), 150, 1000])
     length = rng.choice([1, 2, 63, 64, rng.randint(1, limit - 1), limit - 1])
@@ -233,6 +208,17 @@ def serve(
     return found
 
 
+def served_alone(requests: list, rng: random.Random, limit: int) -> dict:
+    """The same, of requests that run one by one, step by step."""
+    blocks = blocks_for(limit)
+    alone = EngineConfig(max_batch_size=1, max_model_len=limit, kv_blocks=blocks, eager=True)
+    return serve(requests, rng, alone)
+
+
+def added(active: ActiveRequests, i: int, prompt: list[int], params: SamplingParams) -> None:
+    active.add(ActiveRequest(str(i), prompt, params, Letters(), frozenset(), 99))
+
+
 def seeds(count: int) -> list:
     """Seeds of random requests: all of them under CI, and half without."""
     few, more = range(count // 2), range(count // 2, count)
@@ -240,47 +226,34 @@ def seeds(count: int) -> list:
 
 
 @pytest.mark.parametrize("seed", seeds(24))
-def test_requests_get_in_any_company_what_they_get_alone(seed, monkeypatch):
-    rng = random.Random(seed)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_requests_get_in_any_company_what_they_get_alone(seed, drafts, monkeypatch):
+    """Drafts of their answers, of which some are wrong, change nothing."""
+    rng = random.Random(seed + 100 * drafts)
     limit, places = rng.choice([64, 65, 129, 200, 300]), rng.choice([1, 2, 3, 5, 13])
     each = blocks_for(limit)
     monkeypatch.setattr(sizes, "MOST_TOKENS", rng.choice([16, 48, 2048]))
-    requests = [some_request(rng, limit) for _ in range(rng.randint(1, 20))]
-    alone = EngineConfig(max_batch_size=1, max_model_len=limit, kv_blocks=each, eager=True)
+    count = 12 if drafts else rng.randint(1, 20)
+    requests = [some_request(rng, limit) for _ in range(count)]
     crowded = EngineConfig(
         max_batch_size=places,
         invariant=seed % 3 == 0,  # then each token is a sequence of its own
-        max_batched_tokens=rng.choice([1, 2, 7, 16, 64, 100, 512]),
+        max_batched_tokens=max(
+            rng.choice([1, 2, 7, 16, 64, 100, 512]), places + 1 if drafts else 1
+        ),
         max_model_len=limit,
         kv_blocks=each + rng.choice([0, 1, 3, each * places]),
     )
-    wanted = serve(requests, rng, alone)
+    wanted = served_alone(requests, rng, limit)
     assert len(wanted) == len(requests)
-    found = serve(requests, rng, crowded, aborts=0.02)
-    assert found == {number: wanted[number] for number in found}
-
-
-@pytest.mark.parametrize("seed", seeds(16))
-def test_drafts_change_nothing(seed):
-    rng = random.Random(100 + seed)
-    limit, places = rng.choice([65, 129, 200]), rng.choice([1, 3, 13])
-    each = blocks_for(limit)
-    requests = [some_request(rng, limit) for _ in range(12)]
-    sizes: dict[str, Any] = {"max_model_len": limit}
-    alone = EngineConfig(max_batch_size=1, kv_blocks=each, eager=True, **sizes)
-    crowded = EngineConfig(
-        max_batch_size=places,
-        invariant=seed % 2 == 0,
-        max_batched_tokens=rng.choice([2, 7, 64, 512]),
-        kv_blocks=each + rng.choice([0, 1, 3, each * places]),
-        **sizes,
+    replay = Replay(
+        [[*requests[i][0], *own[0]] for i, own in wanted.items()], 0.8, V, fewer=seed % 4 > 1
     )
-    wanted = serve(requests, rng, alone)
     depth = rng.choice([1, 3, 8, None])
-    speculation = SpeculativeDecoder(Knowing(requests, wanted, rng), places, depth)
-    found = serve(requests, rng, crowded, aborts=0.01, speculation=speculation)
+    speculation = SpeculativeDecoder(replay, places, depth) if drafts else None
+    found = serve(requests, rng, crowded, aborts=0.02, speculation=speculation)
     assert found == {number: wanted[number] for number in found}
-    assert speculation.accepted.sum() > 0 or depth is None
+    assert speculation is None or depth is None or speculation.accepted.sum() > 0
 
 
 def test_drafts_take_fewer_steps():
@@ -293,7 +266,7 @@ def test_drafts_take_fewer_steps():
     texts = [[*prompts[i], *wanted[i][0]] for i in range(2)]
     loop._scheduler.drafter = SpeculativeDecoder(Replay(texts, 1.0, V), 2, 5)
     for i in range(2):
-        active.add(ActiveRequest(str(i), prompts[i], params[i], Letters(), frozenset(), 99))
+        added(active, i, prompts[i], params[i])
     gained = []
     while active:
         result = loop.step()
@@ -347,10 +320,8 @@ def test_warming_up_tells_what_steps_take():
 def test_steps_without_memory_leave_nothing_wrong_behind(seed):
     rng = random.Random(seed)
     requests = [some_request(rng, 200) for _ in range(12)]
-    sizes: dict[str, Any] = {"max_model_len": 200, "kv_blocks": 12}
-    alone = EngineConfig(max_batch_size=1, eager=True, **sizes)
-    wanted = serve(requests, rng, alone)
-    crowded = EngineConfig(max_batch_size=5, max_batched_tokens=64, **sizes)
+    wanted = served_alone(requests, rng, 200)
+    crowded = EngineConfig(max_batch_size=5, max_batched_tokens=64, max_model_len=200, kv_blocks=12)
     found = serve(requests, rng, crowded, shortages=0.03)
     assert set(found) == set(wanted)
     whole = {number: end for number, end in found.items() if end[1] != "error"}
@@ -365,7 +336,7 @@ def test_the_device_has_its_next_step_before_the_host_knows_the_tokens(kind):
     active, loop, _ = make_loop(config, random.Random(0))
     for i, params in enumerate([kind, {}, {}]):
         asked = SamplingParams(max_tokens=20, ignore_eos=True, **params)
-        active.add(ActiveRequest(str(i), [i + 1] * 5, asked, Letters(), frozenset(), 99))
+        added(active, i, [i + 1] * 5, asked)
     assert not loop.step(), "the first step is on its way"
     for _ in range(10):
         result = loop.step()

@@ -1,6 +1,5 @@
 """Mixtures of experts on the GPU's kernels, interpreted: all experts as one, without the host."""
 
-import logging
 import re
 
 import pytest
@@ -16,39 +15,30 @@ from kernels.triton.linear.weight import InputFormat
 from tests.experts import MOE
 from tests.formats.families.test_glm4_moe import SIZES as GLM
 from tests.formats.families.test_gpt_oss import SIZES as GPT_OSS
-from tests.inference.gpu.test_gpu import engine_of, prompt, run
+from tests.inference.gpu.test_gpu import engine_of, logged, on_cpu, prompt, run
 from tests.kernels.expert_cases import make_weights
-from tests.kernels.triton_lab import interpreted
+from tests.kernels.triton_lab import distance, interpreted
 from tests.mixtures import publish_mxfp4
 
-SCHEMES = [
-    ("qwen2_moe", "a8w8c8"), ("mixtral", "a8w8_dynamic"), ("qwen3_moe", "a8w4"),
-    ("qwen2_moe", "w4"), ("mixtral", "fp8_block"),
-]  # fmt: skip
+CASES = [  # family, its own sizes, scheme, and how far logits may be off
+    *((family, MOE[family], None, 0.02) for family in MOE),
+    *(("qwen2_moe", MOE["qwen2_moe"], *own) for own in (("a8w8c8", 0.1), ("w4", 0.02))),
+    *(("mixtral", MOE["mixtral"], own, 0.1) for own in ("a8w8_dynamic", "fp8_block", "a8w8")),
+    ("qwen3_moe", MOE["qwen3_moe"], "a8w4", 0.1),
+    ("glm4_moe", GLM | {"first_k_dense_replace": 0}, None, 0.02),  # sigmoids, groups, no gate
+]
 
 
-TOLERANCE = {name: 0.1 for _, name in SCHEMES if name.startswith(("a8", "fp8"))}  # few steps
-
-
-@pytest.mark.parametrize("family", MOE)
-def test_families(make_model, family):
-    compare(tiny(make_model, family), 0.02)
-
-
-@pytest.mark.parametrize(("family", "scheme"), SCHEMES)
-def test_schemes(make_model, make_quantized, family, scheme):
-    compare(str(make_quantized(tiny(make_model, family), scheme)), TOLERANCE.get(scheme, 0.02))
-
-
-def test_every_expert_has_its_input_scale(make_model, make_quantized):
-    compare(str(make_quantized(tiny(make_model, "mixtral"), "a8w8")), 0.1, scales_differ=True)
-
-
-def test_sigmoid_scores_groups_and_an_expert_without_a_gate(make_model):
-    compare(make_model("glm4_moe", layers=1, **GLM | {"first_k_dense_replace": 0}), 0.02)
+@pytest.mark.parametrize(("family", "sizes", "scheme", "near"), CASES)
+@interpreted
+def test_logits_are_those_of_the_cpu(make_model, make_quantized, family, sizes, scheme, near):
+    """Few steps of integers, and of e4m3; of static scales each expert has its own."""
+    folder = make_quantized(make_model(family, layers=1, **sizes), scheme)
+    compare(str(folder), near, scales_differ=scheme == "a8w8")
 
 
 @pytest.mark.parametrize("published", [False, True])
+@interpreted
 def test_gpt_oss(make_model, tmp_path, published):
     """Sinks, biases and bounded experts, in floats or in MXFP4 as they are stored."""
     folder = make_model("gpt_oss", layers=1, **GPT_OSS)
@@ -60,7 +50,6 @@ def tiny(make_model, family: str, **sizes):
     return make_model(family, layers=1, **(MOE[family] | sizes))
 
 
-@interpreted
 def compare(path: str, tolerance: float, scales_differ: bool = False):
     scales_of, tokens = read._input_scale, prompt(11)
 
@@ -72,7 +61,7 @@ def compare(path: str, tolerance: float, scales_differ: bool = False):
     with pytest.MonkeyPatch.context() as patch:
         if scales_differ:
             patch.setattr(read, "_input_scale", of_expert)
-        wanted = engine_of(path, triton=False).score(tokens)
+        wanted = on_cpu(path, tokens)
         engine = engine_of(path)
         patch.setattr(feed_forward, "by_expert", refuse)
         found = engine.score(tokens)
@@ -80,8 +69,7 @@ def compare(path: str, tolerance: float, scales_differ: bool = False):
     for part in (own.gate_up, own.down):
         static = part.merged.rows.scale
         assert (static is not None and static.numel() == 4) is scales_differ
-    error = (found - wanted).norm() / wanted.norm()
-    assert error < tolerance, error
+    assert distance(found, wanted) < tolerance
 
 
 @pytest.mark.parametrize("families", [("w4a16_zeros", "w8a16"), ("w8a8", "w16a16")])
@@ -103,12 +91,9 @@ def refuse(x: torch.Tensor, chosen: torch.Tensor, experts, run):
     raise AssertionError("experts run one by one")
 
 
-def test_steps_ahead_give_the_tokens_of_steps_one_by_one(make_model, make_quantized):
-    ahead_and_eager(str(make_quantized(tiny(make_model, "qwen2_moe"), "a8w8c8")))
-
-
 @interpreted
-def ahead_and_eager(path: str):
+def test_steps_ahead_give_the_tokens_of_steps_one_by_one(make_model, make_quantized):
+    path = str(make_quantized(tiny(make_model, "qwen2_moe"), "a8w8c8"))
     requests = [
         (prompt(3, 1), {"max_tokens": 2, "ignore_eos": True}),
         (prompt(2, 2), {"max_tokens": 3, "ignore_eos": True}),
@@ -118,12 +103,9 @@ def ahead_and_eager(path: str):
     assert run(path, requests, eager=False) == wanted
 
 
-def test_experts_lie_side_by_side(make_model, make_quantized):
-    side_by_side(str(make_quantized(tiny(make_model, "mixtral"), "w4")))
-
-
 @interpreted
-def side_by_side(path: str):
+def test_experts_lie_side_by_side(make_model, make_quantized):
+    path = str(make_quantized(tiny(make_model, "mixtral"), "w4"))
     own = engine_of(path).model.layers[0].feed_forward
     for parts, whole in ((x.each, x.merged) for x in (own.gate_up, own.down)):
         for name in ("packed", "scale"):
@@ -141,19 +123,11 @@ def side_by_side(path: str):
 
 
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 96}, {}])
-def test_experts_that_no_kernel_takes_at_once_run_one_by_one(make_model, make_quantized, sizes):
-    path = tiny(make_model, "mixtral", **sizes)
-    path = path if sizes else make_quantized(path, "a8w8_dynamic")
-    one_by_one(str(path), "no kernel takes rows" if sizes else "not packed alike")
-
-
 @interpreted
-def one_by_one(path: str, reason: str):
-    lines: list[str] = []
-    log = logging.getLogger("ptq.inference")
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    log.addHandler(handler)
+def test_experts_that_no_kernel_takes_at_once_run_one_by_one(make_model, make_quantized, sizes):
+    folder = tiny(make_model, "mixtral", **sizes)
+    path = str(make_quantized(folder, None if sizes else "a8w8_dynamic"))
+    reason = "no kernel takes rows" if sizes else "not packed alike"
     pack, count = layers.pack, iter(range(100))
 
     def unlike(*args, **kwargs):
@@ -162,12 +136,11 @@ def one_by_one(path: str, reason: str):
         values = dequantize(*args[:3]).half()
         return DenseWeight(values, None) if next(count) % 3 == 0 else own
 
-    with pytest.MonkeyPatch.context() as patch:
-        if "alike" in reason:
+    with pytest.MonkeyPatch.context() as patch, logged() as lines:
+        if not sizes:
             patch.setattr(layers, "pack", unlike)
             patch.setattr(read, "TOGETHER", 1)
         engine = engine_of(path)
-    log.removeHandler(handler)
     own = engine.model.layers[0].feed_forward
     assert own.gate_up.merged is None or own.down.merged is None
     own_lines = [line for line in lines if reason in line]
@@ -175,6 +148,4 @@ def one_by_one(path: str, reason: str):
     assert re.search(
         r"layers\.0\.\S+experts\.0\.\S+ and \d+ more: .*without CUDA graphs", own_lines[0]
     )
-    wanted = engine_of(path, triton=False).score(prompt(11))
-    error = (engine.score(prompt(11)) - wanted).norm() / wanted.norm()
-    assert error < 0.1, error
+    assert distance(engine.score(prompt(11)), on_cpu(path, prompt(11))) < 0.1

@@ -91,6 +91,7 @@ def test_two_ranks_give_what_one_gives(sizes, tmp_path):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("preset", "head_dim"), [("a8w8c8", 64), ("w4", 32)])
+@interpreted
 def test_adapters(preset, head_dim, tmp_path):
     """Sums of integers have no place for what an adapter adds; sums of floats have, and w4's o reads
     the inputs of all ranks. The second adapter needs larger tables."""
@@ -98,18 +99,13 @@ def test_adapters(preset, head_dim, tmp_path):
     few = write_adapter(tmp_path / "few", Path(path), 4, ("q_proj", "o_proj"), seed=1, scale=0.3)
     own = {"few": few, "all": write_adapter(tmp_path / "all", Path(path), 20, seed=2, scale=0.3)}
     own["prefix"] = write_prefix(tmp_path / "prefix", Path(path), 9)
-    compare_adapted(path, own)
-
-
-@interpreted
-def compare_adapted(path, adapters):
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     each, found = [params.model_copy(update={"adapter": a}) for a in (None, "all", "few")], {}
     for ranks in (1, 2):
         engine = engine_on(path, ranks)
-        for name, folder in adapters.items():
+        for name, folder in own.items():
             engine.load_adapter(name, folder)
-        logits = [engine.score(prompt(9, seed=2), name) for name in (None, *adapters)]
+        logits = [engine.score(prompt(9, seed=2), name) for name in (None, *own)]
         outputs = engine.generate([prompt(5 + i) for i in range(3)], each)
         found[ranks] = torch.stack(logits).float(), [o.token_ids for o in outputs]
         engine.close()

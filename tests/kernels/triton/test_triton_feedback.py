@@ -43,12 +43,8 @@ def test_tiles_of_an_anti_diagonal_find_what_plain_code_finds(kind, zeros):
     assert (ours == values).float().mean() > 0.99
 
 
-def test_they_compile_for_gpus_without_spilling():
-    for_gpus()
-
-
 @compiled
-def for_gpus():
+def test_they_compile_for_gpus_without_spilling():
     weight, to, rows, columns = problem(32, 32, "fp8_e4m3", zeros=False)
     with building_for(90) as built:
         gpu.round_all(weight.clone(), to, rows, columns)
