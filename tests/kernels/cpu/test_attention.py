@@ -39,6 +39,34 @@ class Cache:
         return list(attention(q, inputs).split(counts))
 
 
+def check_near(found: list[Tensor], wanted: list[Tensor], near: float = 2e-5) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=near, rtol=near)
+
+
+def check_cuts(attend, length: int, cuts, positions, with_threads=None) -> None:
+    """Each query has one result: in a whole prompt, in two parts of one, and in a step of its own.
+
+    Args:
+        attend: Attention of the positions [begin, end).
+        length: Of the prompt.
+        cuts: Where it is cut in two.
+        positions: Of steps of one token.
+        with_threads: Sets the number of threads, where that must not matter.
+    """
+    set_threads = with_threads or (lambda threads: None)
+    set_threads(1)
+    whole = attend(0, length)
+    for cut in cuts:
+        set_threads(1 + cut % 4)
+        assert torch.equal(torch.cat([attend(0, cut), attend(cut, length)]), whole), cut
+    for position in positions:
+        for threads in (1, 4) if with_threads else (1,):
+            set_threads(threads)
+            alone = attend(position, position + 1)
+            assert torch.equal(alone[0], whole[position]), (position, threads)
+
+
 def naive_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
     """Softmax of each query over its visible positions, one query and head at a time, in fp64."""
     pool, starts = inputs.pool, inputs.query_start
@@ -145,10 +173,7 @@ def make_cache(
 def test_equals_attention_in_fp64(heads, kind, window):
     cache = make_cache([1, 64, 65, 150], heads, 32, kind)
     spans = [(0, 0, 1), (1, 0, 64), (2, 60, 65), (3, 140, 150)]
-    got = cache.attend(spans, window)
-    want = cache.attend(spans, window, naive_attention)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    check_near(cache.attend(spans, window), cache.attend(spans, window, naive_attention))
 
 
 EXTRAS = {  # of 6 query heads; what they see is of size 24, 16 or 40
@@ -173,9 +198,7 @@ def test_bounds_sinks_slopes_and_sizes_of_v(extra, kind, v_dim):
     more, spans = EXTRAS[extra], [(0, 0, 1), (1, 60, 65), (2, 300, 330)]
     for window in (None, 50):
         got = cache.attend(spans, window, **more)
-        want = cache.attend(spans, window, naive_attention, **more)
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, atol=4e-5, rtol=4e-5)
+        check_near(got, cache.attend(spans, window, naive_attention, **more), 4e-5)
     alone = cache.attend([(2, 329, 330)], 50, **more)[0]
     assert torch.equal(alone, got[2][-1:])
 
@@ -186,15 +209,9 @@ def test_bounds_sinks_slopes_and_sizes_of_v(extra, kind, v_dim):
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("kind", ["int8 per_head", "fp8 per_token"])
 def test_decode_prefill_and_chunks_agree_bit_for_bit(heads, dim, window, kind):
-    length = 200
-    cache = make_cache([length, 130, 9], heads, dim, kind)
-    whole = cache.attend([(0, 0, length)], window)[0]
-    for cut in (1, 2, 63, 64, 65, 128, 199):
-        parts = [cache.attend([(0, a, b)], window)[0] for a, b in ((0, cut), (cut, length))]
-        assert torch.equal(torch.cat(parts), whole), cut
-    for position in (0, 1, 62, 63, 64, 127, 128, 199):
-        alone = cache.attend([(0, position, position + 1)], window)[0]
-        assert torch.equal(alone[0], whole[position]), position
+    cache = make_cache([200, 130, 9], heads, dim, kind)
+    cuts, positions = (1, 2, 63, 64, 65, 128, 199), (0, 1, 62, 63, 64, 127, 128, 199)
+    check_cuts(lambda a, b: cache.attend([(0, a, b)], window)[0], 200, cuts, positions)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 8])

@@ -15,6 +15,8 @@ from kernels.cpu import native, native_attention
 from tests.kernels.cpu.test_attention import (
     EXTRAS,
     KINDS,
+    check_cuts,
+    check_near,
     make_cache,
     naive_attention,
 )
@@ -43,10 +45,7 @@ def attend(cache, spans, window=None):
 def test_equals_its_twin(isa, kind, heads, dim, window):
     cache = cache_of([1, 64, 65, 600], heads, dim, kind)
     spans = [(0, 0, 1), (1, 50, 64), (2, 60, 65), (3, 598, 600)]
-    got = attend(cache, spans, window)
-    want = cache.attend(spans, window, naive_attention)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    check_near(attend(cache, spans, window), cache.attend(spans, window, naive_attention))
 
 
 @pytest.mark.parametrize(
@@ -61,19 +60,10 @@ def test_equals_its_twin(isa, kind, heads, dim, window):
     ],
 )
 def test_decode_prefill_and_chunks_agree_bit_for_bit(isa, heads, dim, window, kind, with_threads):
-    length = 600
-    cache = cache_of([length, 130, 9], heads, dim, kind)
-    with_threads(1)
-    whole = attend(cache, [(0, 0, length)], window)[0]
-    for cut in (1, 63, 256, 599):
-        with_threads(1 + cut % 4)
-        parts = [attend(cache, [(0, a, b)], window)[0] for a, b in ((0, cut), (cut, length))]
-        assert torch.equal(torch.cat(parts), whole), cut
-    for position in (0, 63, 64, 255, 256, 300, 599):
-        for threads in (1, 4):
-            with_threads(threads)
-            alone = attend(cache, [(0, position, position + 1)], window)[0]
-            assert torch.equal(alone[0], whole[position]), (position, threads)
+    cache = cache_of([600, 130, 9], heads, dim, kind)
+    cuts, positions = (1, 63, 256, 599), (0, 63, 64, 255, 256, 300, 599)
+    part = lambda a, b: attend(cache, [(0, a, b)], window)[0]  # noqa: E731
+    check_cuts(part, 600, cuts, positions, with_threads)
 
 
 @pytest.mark.parametrize("dim", [64, 20])
@@ -155,10 +145,9 @@ def test_bad_writes_are_told_and_left_out(isa):
 def test_bounds_sinks_and_slopes_over_spans_that_threads_share(isa, kind, with_threads):
     cache = make_cache([700, 70], (6, 2), 48, kind, v_dim=64)
     for more in EXTRAS.values():
-        want = cache.attend([(0, 690, 700), (1, 0, 70)], None, naive_attention, **more)
-        got = cache.attend([(0, 690, 700), (1, 0, 70)], **more)
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, atol=4e-5, rtol=4e-5)
+        spans = [(0, 690, 700), (1, 0, 70)]
+        got = cache.attend(spans, **more)
+        check_near(got, cache.attend(spans, None, naive_attention, **more), 4e-5)
         with_threads(3)
         (alone,) = cache.attend([(0, 699, 700)], **more)
         with_threads(1)

@@ -14,6 +14,7 @@ import kernels.reference_attention as reference_attention
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu import native, native_attention, native_ops
 from kernels.packed_cache import feedback_of, turn_size, turned
+from tests.kernels.cpu.test_attention import check_cuts
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 KINDS = ("static", "by channel", "dynamic", "compensated", "k8v4 static", "k8v4 dynamic")
@@ -87,17 +88,8 @@ def test_attention_is_the_twins_and_no_cut_of_a_prefill_is_seen(
     whole = attend(pool, q, 0, native_attention, window)
     want = attend(pool, q[-30:], TOKENS - 30, reference_attention, window)
     torch.testing.assert_close(whole[-30:], want, atol=2e-5, rtol=2e-5)
-    for cut in (63, 256):
-        with_threads(1 + cut % 4)
-        parts = (
-            attend(pool, q[a:b], a, native_attention, window) for a, b in ((0, cut), (cut, TOKENS))
-        )
-        assert torch.equal(torch.cat(list(parts)), whole), cut
-    for position in (0, 64, 255, 599):
-        for threads in (1, 4):
-            with_threads(threads)
-            alone = attend(pool, q[position][None], position, native_attention, window)
-            assert torch.equal(alone[0], whole[position]), (position, threads)
+    part = lambda a, b: attend(pool, q[a:b], a, native_attention, window)  # noqa: E731
+    check_cuts(part, TOKENS, (63, 256), (0, 64, 255, 599), with_threads)
 
 
 @pytest.mark.parametrize(("dim", "size"), [(64, 64), (80, 16), (24, 8), (6, 2), (256, 256)])

@@ -13,14 +13,11 @@ from kernels.triton.collective.all_reduce import AllReduce
 from kernels.triton.collective.choice import choose, most_rows_of
 from kernels.triton.collective.scaling import Scaling
 from tests.kernels import triton_lab
+from tests.kernels.triton.test_triton_fused import random
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 HIDDEN, ROWS = 264, 3  # not a power of two; no multiple of 2 or 4 ranks
 FP16 = torch.float16  # the interpreter cuts bf16 off
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).half()
 
 
 def parts_of(ranks: int, calls: int, integers: bool) -> list[list[torch.Tensor]]:
@@ -31,6 +28,17 @@ def parts_of(ranks: int, calls: int, integers: bool) -> list[list[torch.Tensor]]
         some = torch.randint(-3000, 3000, shape, generator=generator, dtype=torch.int32)
         parts.append(list((some if integers else (some / 1000).half()).unbind()))
     return parts
+
+
+CPU = torch.device("cpu")
+
+
+def make_ranks(ranks: int = 2, way: str | None = None, most_rows: int = 8) -> list[AllReduce]:
+    """Ranks that go one way, or the one that is chosen."""
+    reduces = AllReduce.of_one_process(ranks, CPU, most_rows, HIDDEN, FP16)
+    for reduce in reduces if way else ():
+        reduce.way = way
+    return reduces
 
 
 def make_scaling(per_row: bool = False):
@@ -78,7 +86,7 @@ def test_ranks_get_the_bits_of_the_twin(ranks, way, integers):
     parts, weight = parts_of(ranks, 3, integers), random(HIDDEN)
     residual = random(len(parts[0][0]), HIDDEN)
     scaling, static = make_scaling() if integers else None, torch.tensor([0.02])
-    reduces = AllReduce.of_one_process(ranks, torch.device("cpu"), 8, HIDDEN, FP16)
+    reduces = make_ranks(ranks, way)
 
     def call(function, mine, **more) -> list:
         first, total = [], residual
@@ -91,7 +99,6 @@ def test_ranks_get_the_bits_of_the_twin(ranks, way, integers):
         return first
 
     def work(rank, reduce):
-        reduce.way = way
         found = call(reduce.add_rms_norm, [own[rank] for own in parts])
         reduce.check()
         return found
@@ -113,8 +120,7 @@ def test_ranks_get_the_bits_of_the_twin(ranks, way, integers):
 def test_sums_alone_and_other_rows(way):
     """Rows in floats, runs of 128, sums of integers with scales of rows, rows that are the sum."""
     integers, floats = parts_of(2, 1, True)[0], parts_of(2, 1, False)[0]
-    scaling, weight = make_scaling(per_row=True), random(HIDDEN)
-    reduces = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)
+    scaling, weight, reduces = make_scaling(per_row=True), random(HIDDEN), make_ranks(way=way)
 
     def calls(function, own, of_floats, **more):
         yield function(own, None, None, 0.0, None, FP16, scaling=scaling, **more)
@@ -122,9 +128,7 @@ def test_sums_alone_and_other_rows(way):
         yield function(of_floats, random(ROWS, HIDDEN), weight, 1e-5, None, torch.int8, 128, **more)
 
     def work(rank, reduce):
-        reduce.way = way
-        alone = reduce.sum(floats[rank])
-        found = [as_lists(alone)]
+        found = [as_lists(reduce.sum(floats[rank]))]
         found += [as_lists(*r) for r in calls(reduce.add_rms_norm, integers[rank], floats[rank])]
         return found
 
@@ -149,7 +153,7 @@ def test_more_integers_than_there_is_room_for_go_piece_by_piece(static):
     if not static:
         scaling = replace(scaling, x_scale=torch.rand(rows, 1, generator=generator))
     arguments = (residual, random(HIDDEN), 1e-5, torch.tensor([0.02]) if static else None)
-    reduces = AllReduce.of_one_process(2, torch.device("cpu"), 4, HIDDEN, FP16)
+    reduces = make_ranks(most_rows=4)
 
     def work(rank, reduce):
         return as_lists(*reduce.add_rms_norm(parts[rank], *arguments, scaling=scaling))
@@ -166,8 +170,7 @@ def test_more_integers_than_there_is_room_for_go_piece_by_piece(static):
 @interpreted
 def test_a_sum_that_is_a_residual_alone_stays_where_it_is_summed():
     """The call that takes it goes the same way, whatever the table says."""
-    parts, weight = parts_of(2, 3, False), random(HIDDEN)
-    reduces = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)
+    parts, weight, reduces = parts_of(2, 3, False), random(HIDDEN), make_ranks()
 
     def work(rank, reduce):
         mine, found = [own[rank][:2].contiguous() for own in parts], []
@@ -190,35 +193,29 @@ def test_a_sum_that_is_a_residual_alone_stays_where_it_is_summed():
     assert both[0][1:4] == both[1][1:4]
 
 
-@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
+@pytest.mark.parametrize(
+    ("rank", "way", "waited_for"),
+    [
+        (0, "one_shot", r"part of a sum \(one-shot"),
+        (0, "two_shot", r"part of a sum \(two-shot"),
+        (1, "two_shot", r"results of a sum \(two-shot kernel\)"),  # of the other rank
+    ],
+)
 @interpreted
-def test_a_rank_that_does_not_come_is_named(way):
-    reduces = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)
-    reduces[0].way, reduces[0].patience = way, 1e-4
-    reduces[0].check()
-    reduces[0].sum(random(1, HIDDEN))
-    what = {"one_shot": "part of a sum \\(one-shot", "two_shot": "part of a sum \\(two-shot"}
-    message = f"rank 1 did not take part.* for 0.0001 seconds: rank 0 waited for its {what[way]}"
-    with pytest.raises(RuntimeError, match=message):
-        reduces[0].check()
-
-
-@interpreted
-def test_results_that_do_not_come_are_named():
-    reduce = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)[1]
-    reduce.way, reduce.patience = "two_shot", 1e-4
-    reduce.sum(random(1, HIDDEN))  # of the other rank
-    message = (
-        r"rank 0 did not take part .* rank 1 waited for its results of a sum \(two-shot kernel\)"
-    )
+def test_a_rank_that_does_not_come_is_named(rank, way, waited_for):
+    reduce = make_ranks(way=way)[rank]
+    reduce.patience = 1e-4
+    reduce.check()
+    reduce.sum(random(1, HIDDEN))
+    message = rf"rank {1 - rank} did not take part.* for 0.0001 seconds: rank {rank} waited for its {waited_for}"
     with pytest.raises(RuntimeError, match=message):
         reduce.check()
 
 
 @interpreted
 def test_a_rank_that_is_told_to_give_up_waits_no_longer():
-    reduce = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)[0]
-    reduce.way, reduce.patience = "one_shot", 1000.0
+    reduce = make_ranks(way="one_shot")[0]
+    reduce.patience = 1000.0
     reduce.give_up()
     reduce.sum(random(1, HIDDEN))
     with pytest.raises(RuntimeError, match="rank 0 was made to wait for no sum any more"):
@@ -230,7 +227,7 @@ def test_a_rank_that_is_told_to_give_up_waits_no_longer():
 def test_no_warp_counts_an_exchange_before_all_have_read_its_number(way):
     """Each warp reads it: between that and the store of the next there is a barrier."""
     x = torch.zeros(4, 4096).bfloat16()
-    reduce = AllReduce.of_one_process(2, torch.device("cpu"), 4, 4096, x.dtype)[0]
+    reduce = AllReduce.of_one_process(2, CPU, 4, 4096, x.dtype)[0]
     reduce.way = way
     with building_for(90) as built:
         reduce.add_rms_norm(x, x, x[0], 1e-6, torch.ones(1), torch.int8)
@@ -254,9 +251,7 @@ def counted(ptx: str) -> list[str]:
 
 @interpreted
 def test_what_does_not_fit_is_refused():
-    device = torch.device("cpu")
-    reduce = AllReduce.of_one_process(2, device, 8, HIDDEN, FP16)[0]
-    x, scaling = random(2, HIDDEN), make_scaling(per_row=True)
+    reduce, x, scaling = make_ranks()[0], random(2, HIDDEN), make_scaling(per_row=True)
     with pytest.raises(ValueError, match=r"part is torch.float32 .*needed is contiguous torch.fl"):
         reduce.sum(x.float())
     with pytest.raises(ValueError, match=r"needed is contiguous torch.int32 \[rows, 264\], since"):
@@ -270,11 +265,11 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="no library"):
         reduce.sum(random(9, HIDDEN))
     with pytest.raises(ValueError, match="over 3 ranks; the kernels are for 2, 4, 8"):
-        AllReduce.of_one_process(3, device, 8, HIDDEN, FP16)
+        AllReduce.of_one_process(3, CPU, 8, HIDDEN, FP16)
     with pytest.raises(ValueError, match="rows are of 20; needed is a multiple of 8"):
-        AllReduce.of_one_process(2, device, 8, 20, FP16)
+        AllReduce.of_one_process(2, CPU, 8, 20, FP16)
     with pytest.raises(ValueError, match=r"in torch.float32; supported are torch.bfloat16"):
-        AllReduce.of_one_process(2, device, 8, HIDDEN, torch.float32)
+        AllReduce.of_one_process(2, CPU, 8, HIDDEN, torch.float32)
     few, most = most_rows_of(4, 8192, 4096)
     assert (few, most) == (16, 1024)
     sizes = [(rows, rows * 8192 * 2) for rows in (16, 17, 1024, 1025)]
@@ -298,7 +293,7 @@ def test_rows_are_summed_in_the_order_of_one_gpu(hidden, monkeypatch):
     keep = lambda kernel: (orders.append(reductions(kernel.asm["ttgir"])), binary(kernel))[1]  # noqa: E731
     monkeypatch.setattr(triton_lab, "_binary", keep)
     x, one = torch.zeros(4, hidden).bfloat16(), torch.ones(1)
-    reduce = AllReduce.of_one_process(4, torch.device("cpu"), 4, hidden, torch.bfloat16)[0]
+    reduce = AllReduce.of_one_process(4, CPU, 4, hidden, torch.bfloat16)[0]
     for scale, dtype, after in (
         (one, torch.int8, None),
         (one, torch.int8, x[0]),
@@ -322,11 +317,9 @@ def test_rows_are_summed_in_the_order_of_one_gpu(hidden, monkeypatch):
 def test_words_go_by_16_bytes_and_nothing_is_spilled(ranks, integers):
     for hidden in (4096, 8192):
         x, one = torch.zeros(4, hidden).bfloat16(), torch.ones(1)
-        reduce = AllReduce.of_one_process(ranks, torch.device("cpu"), 4, hidden, x.dtype)[0]
+        reduce = AllReduce.of_one_process(ranks, CPU, 4, hidden, x.dtype)[0]
         part, scaling = x, None
         if integers:
-            from kernels.triton.collective.scaling import Scaling
-
             part, scaling = x.int(), Scaling(one, torch.ones(hidden), torch.ones(hidden))
         for way in ("one_shot", "two_shot")[: 2 if ranks < 8 else 1]:
             reduce.way = way

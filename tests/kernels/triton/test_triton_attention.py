@@ -8,12 +8,14 @@ import torch
 import kernels.triton.reference as twins
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.packed_cache import pack_halves
+from kernels.reference import apply_rope
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.rope_cache import rope_write
+from kernels.triton.attention.rotate import rotate
 from kernels.triton.common import Workspace
 from kernels.triton.tuning import KVSplit, PrefillTile
-from tests.kernels.triton_lab import interpreted
+from tests.kernels.triton_lab import distance, interpreted
 
 PAGES = 12
 STORAGE = {
@@ -66,6 +68,33 @@ def pages_of(storage, k, v):
     return [pack_halves(k.to(torch.int8)) if storage == "int4" else k.to(torch.int8), packed]
 
 
+def make_queries(tokens: int, heads: int, dim: int) -> torch.Tensor:
+    return torch.randn(tokens, heads, dim, generator=torch.Generator().manual_seed(1))
+
+
+def check_decode(q: torch.Tensor, inputs: AttentionInputs, splits: int = 1) -> torch.Tensor:
+    """The kernel's result, which is its twin's; one of no tokens is 0, and no counter is left."""
+    workspace = Workspace.on("cpu", 1 << 17, 64)
+    got = decode_attention(q, inputs, workspace, split=KVSplit(4, splits))
+    assert distance(got, twins.decode_attention(q, inputs)) < 8e-4
+    assert not got[2].any()
+    assert not workspace.arrivals.any()
+    return got
+
+
+def check_prefill(
+    q: torch.Tensor, inputs: AttentionInputs, decodes: int, tokens: int, starts: tuple[int, ...]
+) -> None:
+    """Prompts that begin at so many rows get what their twin gives."""
+    inputs = replace(inputs, query_start=torch.tensor(starts).int())
+    workspace, tile = Workspace.on("cpu", 1 << 17, 64), PrefillTile(64, tokens, 4, 2)
+    got, end = prefill_attention(q, inputs, workspace, decodes, tile=tile), starts[-1]
+    assert distance(got[:end], twins.prefill_attention(q, inputs)[:end]) < 8e-4
+
+
+STARTS = (0, 1, 34, 34, 100, 105)  # of lengths 1, 65, 0, 200, 128
+
+
 @pytest.mark.parametrize(
     ("storage", "dims", "shape"),
     [
@@ -81,12 +110,7 @@ def pages_of(storage, k, v):
 def test_decode_attention(storage, dims, shape):
     q_heads, heads, dim, window, splits = shape
     inputs = make_inputs(storage, dims, heads, dim, sliding_window=window)
-    workspace = Workspace.on("cpu", 1 << 16, 64)
-    q = torch.randn(len(LENGTHS), q_heads, dim, generator=torch.Generator().manual_seed(1))
-    got = decode_attention(q, inputs, workspace, split=KVSplit(4, splits))
-    assert distance(got, twins.decode_attention(q, inputs)) < 8e-4
-    assert not got[2].any()
-    assert not workspace.arrivals.any()
+    check_decode(make_queries(len(LENGTHS), q_heads, dim), inputs, splits)
 
 
 SINKS = torch.tensor([3.0, -2.0, 0.5, 30.0])
@@ -108,19 +132,12 @@ def test_attention_of_heads_of_any_size_whose_logits_are_changed(storage, dims, 
     """Bounded, biased or beside a sink, of which a run that is added to others has none."""
     q_heads, heads, dim, window = shape
     inputs = make_inputs(storage, dims, heads, dim, sliding_window=window, **changes)
-    workspace = Workspace.on("cpu", 1 << 17, 64)
-    q = torch.randn(69, q_heads, dim, generator=torch.Generator().manual_seed(1))
-    few, wanted = q[: len(LENGTHS)], twins.decode_attention(q[: len(LENGTHS)], inputs)
-    plain = replace(inputs, softcap=None, sinks=None, alibi=None)
-    assert distance(twins.decode_attention(few, plain), wanted) > 1e-2, "the change matters"
+    q = make_queries(69, q_heads, dim)
+    few, plain = q[: len(LENGTHS)], replace(inputs, softcap=None, sinks=None, alibi=None)
+    unlike = twins.decode_attention(few, plain)
     for splits in (1, 3):
-        got = decode_attention(few, inputs, workspace, split=KVSplit(4, splits))
-        assert distance(got, wanted) < 8e-4
-        assert not got[2].any()
-    starts = torch.tensor([0, 1, 34, 34, 67, 69]).int()
-    inputs = replace(inputs, query_start=starts)
-    got = prefill_attention(q, inputs, workspace, 1, tile=PrefillTile(64, 32, 4, 2))
-    assert distance(got, twins.prefill_attention(q, inputs)) < 8e-4
+        assert distance(unlike, check_decode(few, inputs, splits)) > 1e-2, "the change matters"
+    check_prefill(q, inputs, 1, 32, (0, 1, 34, 34, 67, 69))
 
 
 def with_sink_tokens(inputs: AttentionInputs, count: int) -> AttentionInputs:
@@ -152,21 +169,13 @@ def with_sink_tokens(inputs: AttentionInputs, count: int) -> AttentionInputs:
 def test_sink_tokens_are_read_as_floats(storage, dims, shape, count, changes):
     q_heads, heads, dim, window = shape
     inputs = make_inputs(storage, dims, heads, dim, sliding_window=window, **changes)
-    workspace = Workspace.on("cpu", 1 << 17, 64)
-    q = torch.randn(107, q_heads, dim, generator=torch.Generator().manual_seed(1))
+    workspace, q = Workspace.on("cpu", 1 << 17, 64), make_queries(107, q_heads, dim)
     few, plain = q[: len(LENGTHS)], twins.decode_attention(q[: len(LENGTHS)], inputs)
     inputs = with_sink_tokens(inputs, count)
-    wanted = twins.decode_attention(few, inputs)
-    assert distance(plain, wanted) > 1e-2, "they matter"
     for splits in (1, 3):
-        got = decode_attention(few, inputs, workspace, split=KVSplit(4, splits))
-        assert distance(got, wanted) < 8e-4
-    starts = torch.tensor([0, 1, 34, 34, 100, 105]).int()
-    inputs = replace(inputs, query_start=starts)
+        assert distance(plain, check_decode(few, inputs, splits)) > 1e-2, "they matter"
     for decodes, tokens in ((0, 64), (1, 32)):
-        tile = PrefillTile(64, tokens, 4, 2)
-        got = prefill_attention(q, inputs, workspace, decodes, tile=tile)
-        assert distance(got[:105], twins.prefill_attention(q, inputs)[:105]) < 8e-4
+        check_prefill(q, inputs, decodes, tokens, STARTS)
     pool = inputs.pool
     for other in (replace(pool, sink_k=pool.sink_k[1:]), replace(pool, sink_v=None)):
         with pytest.raises(ValueError, match="sink_. is .* beside pages with scales"):
@@ -176,7 +185,7 @@ def test_sink_tokens_are_read_as_floats(storage, dims, shape, count, changes):
 @interpreted
 def test_sequences_that_are_not_split_need_no_workspace():
     inputs = make_inputs("int8", 1, 2, 16)
-    q = torch.randn(len(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(1))
+    q = make_queries(len(LENGTHS), 4, 16)
     got = decode_attention(q, inputs, Workspace.on("cpu", 0, 0), split=KVSplit(4, 1))
     assert distance(got, twins.decode_attention(q, inputs)) < 8e-4
 
@@ -187,7 +196,7 @@ def test_runs_have_as_many_pages_as_the_split_says_at_least(window):
     """A sequence of no more is not cut: its bits are those of one run."""
     inputs = make_inputs("int8", 1, 2, 16, sliding_window=window)
     workspace = Workspace.on("cpu", 1 << 16, 64)
-    q = torch.randn(len(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(1))
+    q = make_queries(len(LENGTHS), 4, 16)
     whole, cut, halves = (
         decode_attention(q, inputs, workspace, split=KVSplit(4, splits, least=least))
         for splits, least in ((1, 1), (4, 1), (4, 2))
@@ -199,15 +208,11 @@ def test_runs_have_as_many_pages_as_the_split_says_at_least(window):
     assert distance(halves, twins.decode_attention(q, inputs)) < 8e-4
 
 
-def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((got - wanted).norm() / wanted.norm()).item()
-
-
 @pytest.mark.parametrize("splits", [1, 3])
 @interpreted
 def test_decode_attention_quantizes_its_result(splits):
     inputs, workspace = make_inputs("int8", 1, 2, 32), Workspace.on("cpu", 1 << 16, 64)
-    q = torch.randn(len(LENGTHS), 4, 32, generator=torch.Generator().manual_seed(1))
+    q = make_queries(len(LENGTHS), 4, 32)
     scale, more = torch.tensor([0.011]), {"split": KVSplit(4, splits), "out_dtype": torch.int8}
     wanted = twins.decode_attention(q, inputs) / scale
     got = decode_attention(q, inputs, workspace, out_scale=scale, **more)
@@ -228,13 +233,8 @@ def test_decode_attention_quantizes_its_result(splits):
 @interpreted
 def test_prefill_attention(storage, dims, shape):
     q_heads, heads, dim, window, decodes, tokens = shape
-    workspace = Workspace.on("cpu", 1 << 16, 64)
-    starts = torch.tensor([0, 1, 34, 34, 100, 105]).int()  # lengths 1, 65, 0, 200, 128
-    rest = {"query_start": starts, "sliding_window": window}
-    inputs = make_inputs(storage, dims, heads, dim, **rest)
-    q = torch.randn(107, q_heads, dim, generator=torch.Generator().manual_seed(1))
-    got = prefill_attention(q, inputs, workspace, decodes, tile=PrefillTile(64, tokens, 4, 2))
-    assert distance(got[:105], twins.prefill_attention(q, inputs)[:105]) < 8e-4
+    inputs = make_inputs(storage, dims, heads, dim, sliding_window=window)
+    check_prefill(make_queries(107, q_heads, dim), inputs, decodes, tokens, STARTS)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_few_tokens_behind_many_share_their_pages(storage, dims, window, changes
     pool, more = KVPool(small.k, small.v, *scales, dynamic=dims == 3), {"sliding_window": window}
     lengths, starts = torch.tensor([1500, 40]).int(), torch.tensor([0, 20, 24]).int()
     inputs = AttentionInputs(pool, tables, lengths, starts, 0.25, **more, **changes)
-    q = torch.randn(24, 4, 16, generator=torch.Generator().manual_seed(1))
+    q = make_queries(24, 4, 16)
     wanted, workspace = twins.prefill_attention(q, inputs), Workspace.on("cpu", 1 << 15, 64)
     found = []
     for splits, own in ((1, workspace), (3, workspace), (3, Workspace.on("cpu", 1, 1))):
@@ -266,7 +266,7 @@ def test_few_tokens_behind_many_share_their_pages(storage, dims, window, changes
 def test_prefill_attention_quantizes_and_refuses():
     workspace, starts = Workspace.on("cpu", 1, 1), torch.tensor([0, 1, 5, 5, 5, 5])
     inputs = make_inputs("int8", 1, 1, 16, query_start=starts)
-    q = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(1))
+    q = make_queries(5, 2, 16)
     one, dtype = torch.tensor([0.02]), torch.int8
     got = prefill_attention(q, inputs, workspace, out_scale=one, out_dtype=dtype)
     wanted = twins.prefill_attention(q, inputs) / one
@@ -408,6 +408,29 @@ def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
     assert torch.equal(got[2], wanted[2])
     torch.testing.assert_close(got[3], wanted[3], rtol=1e-6, atol=0)
     assert torch.equal(got[4], wanted[4])
+
+
+@pytest.mark.parametrize("dim", [16, 24])
+@interpreted
+def test_heads_are_turned_by_halves(dim):
+    torch.manual_seed(0)
+    q, k, _ = torch.randn(5, 8, dim).split([4, 2, 2], dim=1)  # rows are parts of longer ones
+    angle = torch.randn(5, dim // 2).repeat(1, 2)
+    found, wanted = (f(q, k, angle.cos(), angle.sin()) for f in (rotate, apply_rope))
+    for x, y in zip(found, wanted, strict=True):
+        assert x.is_contiguous()
+        assert torch.allclose(x, y, atol=1e-5)
+    some = torch.randn(5, 5).repeat(1, 2)
+    for own, whole, x in zip(
+        rotate(q, k, some.cos(), some.sin()),
+        apply_rope(q[..., :10], k[..., :10], some.cos(), some.sin()),
+        (q, k),
+        strict=True,
+    ):
+        assert torch.allclose(own[..., :10], whole, atol=1e-5)
+        assert torch.equal(own[..., 10:], x[..., 10:])
+    with pytest.raises(ValueError, match="cos is"):
+        rotate(q, k, angle[:4].cos(), angle[:4].sin())
 
 
 @interpreted

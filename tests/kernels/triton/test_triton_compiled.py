@@ -25,7 +25,7 @@ from kernels.triton.linear.w8a16 import pack_w8a16
 from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.sampling.softcap import softcap_logits
 from kernels.triton.tuning import KVSplit, PrefillTile, Tile, prefill_rule
-from tests.kernels.triton_lab import building_for, compiled
+from tests.kernels.triton_lab import SHARED, building_for, compiled, fitting
 
 EVERY = pytest.mark.every_triton
 CAPABILITIES = [80, 89, pytest.param(90, marks=EVERY)]
@@ -69,14 +69,11 @@ def test_linear_layers(capability):
     for kind, call in calls:
         with building_for(capability) as built:
             call()
-        (binary,) = built
-        assert binary.stack == 0, call
+        (binary,) = fitting(built, shared=SHARED if hopper else 101376)
         overlapped = hopper and bool(kind)
         assert binary.count(WAIT) == binary.count(ANNOUNCE) == overlapped, (
             "dequantize waits for all"
         )
-        assert binary.registers <= 255
-        assert binary.shared <= (232448 if hopper else 101376), binary.shared
         assert not kind or binary.count(expected(capability, kind)), (kind, capability)
         assert not hopper or not binary.count(MMA.format(""))
 
@@ -93,9 +90,7 @@ def test_weights_of_16_bits(capability):
         with building_for(capability) as built:
             tile = weight.few_rows_tile(x)
             weight.run(x, None, workspace, torch.float32, tile=tile)
-        (binary,) = built
-        assert binary.stack == 0
-        assert binary.shared <= (232448 if hopper else 101376), binary.shared
+        (binary,) = fitting(built, shared=SHARED if hopper else 101376)
         assert binary.count(expected(capability, r"bf16\.bf16"))
         ahead = binary.count(r"cp\.async\.bulk\.tensor" if hopper else r"cp\.async\.c[ag]")
         assert ahead >= 6 if hopper else ahead > 32, "no loads run ahead"
@@ -198,8 +193,7 @@ def test_decode_attention(capability, dims, storage, result):
     for split in (KVSplit(4, 4, 3), KVSplit(2, 4))[: 2 if dims else 1]:
         with building_for(capability) as built:
             decode_attention(q, inputs, workspace, split=split, metadata_ready=dims != 3, **more)
-        (binary,) = built
-        assert binary.stack == 0
+        (binary,) = fitting(built)
         assert binary.count(WAIT) == (capability == 90)
         assert not binary.count(ANNOUNCE), "the next kernel would crowd programs that do not start"
         assert binary.count("|".join((MMA, WGMMA)).format(*[r"f16\.b?f16"] * 2))
@@ -227,10 +221,7 @@ def test_attention_with_bounded_logits_and_sinks(capability, dims, storage, dim)
         decode_attention(q[:2], inputs, workspace, split=KVSplit(4, 4, 3))
         prefill_attention(q, inputs, workspace, tile=tile)
         prefill_attention(q, inputs, workspace, tile=replace(tile, splits=2))
-    assert len(built) == 3
-    for binary in built:
-        assert binary.stack == 0
-        assert binary.shared <= (232448 if capability == 90 else 101376), binary.shared
+    fitting(built, 3, SHARED if capability == 90 else 101376)
 
 
 @pytest.mark.parametrize(
@@ -252,9 +243,7 @@ def test_sink_tokens_are_written_and_read_without_spills(capability, dims, stora
         for split in (KVSplit(4, 4, 3), KVSplit(2, 4)):
             decode_attention(q[:2].contiguous(), inputs, workspace, split=split)
         prefill_attention(q.contiguous(), inputs, workspace, tile=tile)
-    assert len(built) == 5
-    for binary in built:
-        assert binary.stack == 0
+    fitting(built, 5)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -266,9 +255,7 @@ def test_rows_quantized_by_runs(capability):
         add_rms_norm(narrow, narrow, weight, 1e-6, dtype=FP8, group=128)
         gated_product(x, dtype=FP8, group=128)
         quantize_rows(narrow, dtype=FP8, group=128)
-    for binary in built:
-        assert binary.stack == 0
-        assert binary.registers <= 64, "rows of 14336 take 32 warps"
+    for binary in fitting(built, 3, registers=64):  # rows of 14336 take 32 warps
         assert binary.count(r"div\.rn\.f32") <= 8, "scales alone are divided, not elements"
 
 
@@ -288,10 +275,7 @@ def test_norms_and_products_of_other_families(capability):
         q, k, v = heads.split([24, 8, 8], dim=1)
         rope_write(q, k, v, angle, angle, pool, slots, growth=torch.ones(2), metadata_ready=True)
         softcap_logits(torch.zeros(2, 5000), 30.0)
-    assert len(built) == 9
-    for binary in built:
-        assert binary.stack == 0
-        assert binary.registers <= 168
+    for binary in fitting(built, 9, registers=168):
         assert bool(binary.count(WAIT)) == (capability == 90 and binary is not built[-1])
 
 
@@ -315,11 +299,9 @@ def test_prefill_attention(capability, dims, storage, dim):
         tile = prefill_rule(share, dim, dims, capability)
         with building_for(capability) as built:
             prefill_attention(q, inputs, workspace, tile=tile)
-        (binary,) = built
-        assert binary.stack == 0, tile
+        (binary,) = fitting(built, shared={80: 166912, 90: SHARED}.get(capability, 101376))
         assert binary.count(expected(capability, r"f16\.b?f16"))
         assert capability != 90 or not binary.count(MMA.format(""))
-        assert binary.shared <= {80: 166912, 90: 232448}.get(capability, 101376)
 
 
 @pytest.mark.parametrize(
@@ -332,8 +314,7 @@ def test_prefill_attention_with_warps_of_different_tasks(dims, storage):
     more = {"out_scale": torch.ones(1), "out_dtype": FP8, "tile": PrefillTile(128, 64, 4, 0)}
     with building_for(90) as built:
         prefill_attention(q, inputs, workspace, **more)
-    (binary,) = built
-    assert binary.stack == 0
+    (binary,) = fitting(built)
     assert binary.count(WGMMA.format(r"f16\.b?f16")) == 24, (
         "8 for scores and 4 for sums, two halves"
     )
@@ -375,9 +356,7 @@ def test_fused_rows_and_cache_write(capability, storage):
             q, k, v = torch.zeros(tokens, 48, 128).bfloat16().split([32, 8, 8], dim=1)
             angle, slots = torch.zeros(tokens, 128), torch.zeros(tokens, dtype=torch.int64)
             rope_write(q, k, v, angle, angle, pool, slots, **more)
-    for binary in built:
-        assert binary.stack == 0
-        assert binary.registers <= 128
+    for binary in fitting(built, 4, registers=128):
         assert binary.count(WAIT) >= (capability == 90)
         assert bool(binary.count(ANNOUNCE)) == (capability == 90 and binary is not built[-1])
         assert binary.count(r"div\.rn\.f32") <= 24, "scales alone are divided, not elements"

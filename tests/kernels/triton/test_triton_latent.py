@@ -11,7 +11,7 @@ from kernels.reference_attention import latent_attention as twin
 from kernels.triton.attention.latent import LatentTile, latent_attention
 from kernels.triton.attention.latent_write import latent_write
 from kernels.triton.common import Workspace
-from tests.kernels.triton_lab import building_for, compiled, interpreted
+from tests.kernels.triton_lab import building_for, compiled, distance, interpreted
 
 PAGES = 12
 LENGTHS = (1, 65, 0, 200, 128)
@@ -43,45 +43,28 @@ def make_queries(tokens: int, heads: int, rank: int, turn: int):
     return q, torch.randn(tokens, heads, turn, generator=generator)
 
 
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm()).item()
-
-
 @pytest.mark.parametrize(
-    ("storage", "heads", "rank", "turn", "own", "splits"),
+    ("storage", "heads", "rank", "turn", "own", "splits", "queries", "starts", "decodes"),
     [
-        ("int8", 4, 32, 16, 4, 1),
-        ("int8", 20, 32, 8, 16, 3),
-        ("fp8", 16, 48, 16, 16, 2),
-        ("fp16", 3, 32, 24, 4, 2),
+        ("int8", 4, 32, 16, 4, 1, 1, None, 0),
+        ("int8", 20, 32, 8, 16, 3, 1, None, 0),
+        ("fp8", 16, 48, 16, 16, 2, 1, None, 0),
+        ("fp16", 3, 32, 24, 4, 2, 1, None, 0),
+        ("int8", 4, 32, 16, 4, 2, 4, (0, 1, 20, 20, 100, 103), 1),
+        ("fp16", 4, 32, 16, 4, 2, 8, (0, 1, 2, 2, 40, 168), 2),
+        ("int8", 20, 32, 16, 4, 2, 1, (0, 0, 5, 5, 9, 9), 0),
     ],
 )
 @interpreted
-def test_decode(storage, heads, rank, turn, own, splits):
-    inputs, workspace = make_inputs(storage, rank, turn), Workspace.on("cpu", 1 << 16, 64)
-    q, rotated = make_queries(len(LENGTHS), heads, rank, turn)
-    tiles = LatentTile(own, splits=splits), LatentTile(own)
-    got = latent_attention(q, rotated, inputs, workspace, tiles=tiles)
-    assert distance(got, twin(q, rotated, inputs)) < 1e-3
-    assert not got[2].any()
-
-
-@pytest.mark.parametrize(
-    ("storage", "heads", "queries", "starts", "decodes"),
-    [
-        ("int8", 4, 4, (0, 1, 20, 20, 100, 103), 1),
-        ("fp16", 4, 8, (0, 1, 2, 2, 40, 168), 2),
-        ("int8", 20, 1, (0, 0, 5, 5, 9, 9), 0),
-    ],
-)
-@interpreted
-def test_prompts(storage, heads, queries, starts, decodes):
-    begins = torch.tensor(starts, dtype=torch.int32)
-    inputs, workspace = make_inputs(storage, 32, 16, begins), Workspace.on("cpu", 1 << 16, 64)
-    q, rotated = make_queries(starts[-1], heads, 32, 16)
-    tiles = LatentTile(4, splits=2), LatentTile(16 if heads > 16 else 4, queries)
+def test_equals_its_twin(storage, heads, rank, turn, own, splits, queries, starts, decodes):
+    """Of single tokens, and of prompts, which have their starts."""
+    begins = None if starts is None else torch.tensor(starts, dtype=torch.int32)
+    inputs, workspace = make_inputs(storage, rank, turn, begins), Workspace.on("cpu", 1 << 16, 64)
+    q, rotated = make_queries(starts[-1] if starts else len(LENGTHS), heads, rank, turn)
+    tiles = LatentTile(own, splits=splits), LatentTile(16 if heads > 16 else 4, queries)
     got = latent_attention(q, rotated, inputs, workspace, decodes, tiles=tiles)
     assert distance(got, twin(q, rotated, inputs)) < 1e-3
+    assert starts or not got[2].any()
 
 
 @pytest.mark.parametrize(("storage", "rank", "turn"), [("int8", 32, 16), ("fp16", 48, 24)])

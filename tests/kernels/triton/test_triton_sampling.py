@@ -1,6 +1,9 @@
 """Sampling in Triton's interpreter: what is kept, what is drawn, and that batches do not matter."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from kernels.triton.common import Workspace
 from kernels.triton.sampling import sample as sampling
 from kernels.triton.sampling.edits import LISTED, Edits
 from kernels.triton.sampling.sample import BOUND, HEAD, HELD, sample
-from tests.kernels.triton_lab import building_for, compiled, interpreted
+from tests.kernels.triton_lab import building_for, compiled, fitting, interpreted
 
 V = 300
 
@@ -36,6 +39,18 @@ def rows(*each: tuple[float, int, float], sharp: float = 3.0, dtype: str = "floa
     )
 
 
+@contextmanager
+def cut(chunk: int, held: int) -> Iterator[None]:
+    """Rows in parts of so many tokens, and so many in registers."""
+    with patch.multiple(sampling, CHUNK=chunk, HELD=held):
+        yield
+
+
+def parts_of(chunk: int, held: int) -> int:
+    """Elements of the workspace that a row takes."""
+    return HEAD.value + 2 * (1 << (-(-V // chunk) - 1).bit_length()) + held
+
+
 EACH = [
     (0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 1, 1.0), (1.3, 50, 1.0), (1.0, 0, 0.9), (0.5, 40, 0.7),
     (2.0, 0, 0.9999), (1.0, V, 1.0), (3.0, 170, 0.95), (0.0, 5, 0.5), (1.0, 3000, 1e-6),
@@ -51,46 +66,6 @@ def kept(logits, temperature, workspace, size):
     return ((key << 32) | (0x7FFFFFFF - torch.arange(x.shape[1]))) >= bounds[:, None]
 
 
-@pytest.mark.parametrize(
-    ("chunk", "held", "sharp", "dtype", "each"),
-    [
-        (128, 128, 3.0, "float32", EACH[3:6]),
-        (256, 32, 0.1, "float32", EACH[5:6]),
-        (512, 512, 2.0, "float16", EACH),
-    ],
-)
-@interpreted
-def test_equals_its_twin(chunk, held, sharp, dtype, each):
-    """Also where many are equal, and where the kept do not fit in registers."""
-    workspace, arguments = Workspace.on("cpu", 1 << 16, 64), rows(*each, sharp=sharp, dtype=dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "CHUNK", chunk)
-        patch.setattr(sampling, "HELD", held)
-        got = sampling.sample(*arguments, workspace)
-        one = [t[:1].contiguous() for t in arguments]
-        parts = 1 << (-(-V // chunk) - 1).bit_length()
-        found = kept(*arguments[:2], workspace, sampling.HEAD.value + 2 * parts + held)
-        alone = sampling.sample(*one, workspace)
-    assert torch.equal(got, twins.sample(*arguments))
-    wanted = twins.likely(*arguments[:4])
-    for row, (temperature, k, p) in enumerate(each):
-        if temperature and (0 < k < V or p < 1):
-            assert torch.equal(found[row], wanted[row]), each[row]
-    assert alone == got[0], "a token depends on its batch"
-    assert not workspace.arrivals.any()
-
-
-@interpreted
-def test_more_rows_than_the_workspace_holds_come_in_turn():
-    arguments, size = rows(*EACH[:5]), 8 + 2 + 512
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "CHUNK", 512)
-        patch.setattr(sampling, "HELD", 512)
-        for workspace in (Workspace.on("cpu", 5 * size, 64), Workspace.on("cpu", 1 << 16, 2)):
-            assert torch.equal(sampling.sample(*arguments, workspace), twins.sample(*arguments))
-            assert not workspace.arrivals.any()
-
-
 @interpreted
 def test_what_is_drawn_is_distributed_as_it_should():
     """Chi-square of 20000 steps of one request, of all tokens and of the likely."""
@@ -101,9 +76,7 @@ def test_what_is_drawn_is_distributed_as_it_should():
             logits.contiguous(), torch.full((draws,), 0.8), torch.full((draws,), k).int(),
             torch.full((draws,), p), torch.full((draws,), 11), torch.arange(draws),
         )  # fmt: skip
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampling, "CHUNK", tokens)
-            patch.setattr(sampling, "HELD", tokens)
+        with cut(tokens, tokens):
             few = [t[:4].contiguous() for t in arguments]
             got = sampling.sample(*few, Workspace.on("cpu", 1 << 20, 1 << 13))
         drawn = twins.sample(*arguments)
@@ -144,38 +117,44 @@ def edits_of(count: int, vocabulary: int = V):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "held", "dtype", "each"),
-    [(128, 128, "float32", slice(0, 8)), (512, 512, "float16", slice(None)), (256, 16, "float32", slice(2, 7))],
-)  # fmt: skip
+    ("edited", "chunk", "held", "sharp", "dtype", "each"),
+    [
+        (False, 128, 128, 3.0, "float32", slice(3, 6)),
+        (False, 256, 32, 0.1, "float32", slice(5, 6)),
+        (False, 512, 512, 2.0, "float16", slice(None)),
+        (True, 128, 128, 3.0, "float32", slice(0, 8)),
+        (True, 512, 512, 3.0, "float16", slice(None)),
+        (True, 256, 16, 3.0, "float32", slice(2, 7)),
+    ],
+)
 @interpreted
-def test_biases_masks_and_min_p_equal_their_twins(chunk, held, dtype, each):
-    """Also in few registers; rows that ask for none are as they were, and batches do not matter."""
-    logits, *rest = rows(*EACH[each], dtype=dtype)
-    logits = logits.nan_to_num(neginf=-30.0)
-    floors = torch.tensor(FLOORS[each]).log()
-    edits = edits_of(len(logits))
-    wanted = edits.applied(logits)
-    assert not torch.equal(wanted[1], logits[1])
-    assert torch.equal(wanted[0], logits[0])
-    before, workspace = logits.clone(), Workspace.on("cpu", 1 << 16, 64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "CHUNK", chunk)
-        patch.setattr(sampling, "HELD", held)
-        got = sampling.sample(logits, *rest, workspace, log_min_p=floors, edits=edits)
-        parts = 1 << (-(-V // chunk) - 1).bit_length()
-        found = kept(wanted, rest[0], workspace, sampling.HEAD.value + 2 * parts + held)
-        last = [t[-1:].contiguous() for t in (before, *rest)]
+def test_equals_its_twin(edited, chunk, held, sharp, dtype, each):
+    """Also where many are equal, and where the kept do not fit in registers; of biases, masks and
+    min-p, rows that ask for none are as they were. Batches do not matter."""
+    logits, *rest = rows(*EACH[each], sharp=sharp, dtype=dtype)
+    more, one, wanted = {}, {}, logits
+    if edited:
+        logits = logits.nan_to_num(neginf=-30.0)
+        floors, edits = torch.tensor(FLOORS[each]).log(), edits_of(len(logits))
+        wanted = edits.applied(logits)
+        assert not torch.equal(wanted[1], logits[1])
+        assert torch.equal(wanted[0], logits[0])
         own = {n: getattr(edits, n)[-1:] for n in ("lists", "starts", "ends", "mask_rows")}
-        alone = sampling.sample(
-            *last, workspace, log_min_p=floors[-1:], edits=replace(edits, **own)
-        )
+        more = {"log_min_p": floors, "edits": edits}
+        one = {"log_min_p": floors[-1:], "edits": replace(edits, **own)}
+    last = [t[-1:].clone() for t in (logits, *rest)]
+    workspace, floors = Workspace.on("cpu", 1 << 16, 64), more.get("log_min_p")
+    with cut(chunk, held):
+        got = sampling.sample(logits, *rest, workspace, **more)
+        found = kept(wanted, rest[0], workspace, parts_of(chunk, held))
+        alone = sampling.sample(*last, workspace, **one)
     assert torch.equal(logits, wanted)
     assert torch.equal(got, twins.sample(wanted, *rest, log_min_p=floors))
     likely = twins.likely(wanted, *rest[:3], floors)
     for row, (temperature, k, p) in enumerate(EACH[each]):
-        if temperature and (0 < k < V or p < 1 or floors[row] > -torch.inf):
+        if temperature and (0 < k < V or p < 1 or (edited and floors[row] > -torch.inf)):
             assert torch.equal(found[row], likely[row]), EACH[each][row]
-    assert alone == got[-1]
+    assert alone == got[-1], "a token depends on its batch"
     assert not workspace.arrivals.any()
 
 
@@ -221,17 +200,19 @@ def test_rows_that_no_token_is_left_of_or_that_are_not_finite_are_told():
     got = sampling.sample(logits, *rest, workspace, log_min_p=floors, edits=edits)
     assert got.tolist() == [-1] * 5
     edits.masks[:, 1] = 1 << 3
-    for bad in (torch.nan, torch.inf):
-        logits, *rest = rows(*each)
-        logits[:4, 77] = bad
-        got = sampling.sample(logits, *rest, workspace, log_min_p=floors, edits=edits)
-        assert got.tolist() == [-1, -1, -1, -1, 35]
+    for bad in (torch.nan, -torch.nan, torch.inf):
+        for own in ({}, {"log_min_p": floors, "edits": edits}):
+            logits, *rest = rows(*each)
+            logits[:4, 77] = bad
+            *broken, last = sampling.sample(logits, *rest, workspace, **own).tolist()
+            assert broken == [-1] * 4
+            assert last == 35 if own else last >= 0
 
 
 @interpreted
 def test_more_rows_than_the_workspace_holds():
     arguments, size = rows(*EACH[:7]), HEAD.value + 2 + HELD
-    wanted = sample(*arguments, Workspace.on("cpu"))
+    wanted = twins.sample(*arguments)
     for elements, tiles in ((2 * size, 64), (6 * size, 64), (1 << 24, 2)):
         workspace = Workspace.on("cpu", elements, tiles)
         assert torch.equal(sample(*arguments, workspace), wanted)
@@ -261,18 +242,4 @@ def test_compiled(capability):
     for edits in (None, edits_of(len(EACH), 128256)):
         with building_for(capability) as built:
             sample(logits, *arguments[1:], Workspace.on("cpu", 1 << 20, 64), edits=edits)
-        assert len(built) == 2
-        for binary in built:
-            assert binary.stack == 0
-            assert binary.registers <= 128
-
-
-@interpreted
-def test_rows_that_are_not_finite_are_told():
-    each = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 40, 0.9), (1.0, 0, 0.5)]
-    for bad in (torch.nan, -torch.nan, torch.inf):
-        logits, *rest = rows(*each)
-        logits[:3, 77] = bad
-        got = sampling.sample(logits, *rest, Workspace.on("cpu", 1 << 16, 64))
-        assert got[:3].tolist() == [-1, -1, -1]
-        assert got[3] >= 0
+        fitting(built, 2, registers=128)

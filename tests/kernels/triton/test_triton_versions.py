@@ -1,10 +1,12 @@
 """Tritons from the oldest to the newest: kernels compile, and what one refuses has a plain twin."""
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -66,12 +68,19 @@ def test_kernels_compile_under_the_oldest_and_the_newest(version):
     assert "TRITON_DEFAULT_FP_FUSION" not in done.stdout + done.stderr
 
 
+@contextlib.contextmanager
+def newer_triton() -> Iterator[pytest.MonkeyPatch]:
+    """A Triton newer than those tested, and that has refused nothing so far."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions.triton, "__version__", "4.1.0")
+        patch.setattr(versions, "_refused", set())
+        yield patch
+
+
 @pytest.fixture
-def unknown(monkeypatch):
-    """A Triton that came after those tested, and that has refused nothing so far."""
-    monkeypatch.setattr(versions.triton, "__version__", "4.1.0")
-    monkeypatch.setattr(versions, "_refused", set())
-    return versions
+def unknown():
+    with newer_triton():
+        yield versions
 
 
 def test_what_an_unknown_triton_refuses_is_not_tried_again(unknown):
@@ -104,9 +113,7 @@ def test_a_tested_triton_does_not_hide_an_error(unknown, monkeypatch):
 def test_attention_falls_back_to_the_plain_kernels():
     q, workspace = torch.zeros(2, 32, 128).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
     inputs = make_inputs(make_pool(torch.int8, 1), torch.arange(3))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(versions.triton, "__version__", "4.1.0")
-        patch.setattr(versions, "_refused", set())
+    with newer_triton() as patch:
         for module in ("decode_hopper", "prefill_hopper"):
             refuse = mock.Mock(side_effect=TritonError)
             patch.setattr(f"kernels.triton.attention.{module}.launch", refuse)
@@ -127,9 +134,7 @@ def test_linear_layers_fall_back_to_the_plain_kernels():
     workspace, many = Workspace.on("cpu", 1 << 20, 64), Tile(128, 128, 1, 4, 8, True)
     q, x = (torch.zeros(n, 1024, dtype=torch.int8) for n in (512, 200))
     eight, four = pack_w8a8(q, torch.ones(512)), pack_w4a16(q, torch.ones(512, 8))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(versions.triton, "__version__", "4.1.0")
-        patch.setattr(versions, "_refused", set())
+    with newer_triton() as patch:
         for name in ("w4", "w8"):
             patch.setitem(sys.modules, f"kernels.triton.linear.hopper.{name}", None)
         with warnings.catch_warnings(record=True) as told, building_for(90) as built:
