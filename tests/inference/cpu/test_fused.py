@@ -12,40 +12,29 @@ from tests.tiny_families import TINY
 if native.library() is None:
     pytest.skip("no C++ compiler, and no compiled kernels", allow_module_level=True)
 
+SIZES = TINY | {"mistral": {"sliding_window": 40}}
 SCHEMES = ["a8w8c8", "a8w8_dynamic", "a8w4", "w4", "w8", "fp8_channel", "fp8_tensor", "fp8_c8"]
 SCHEMES += ["a8w4c8_two_level", "a8w4c4_two_level", "c4", "k8v4"]
+FLOATS = ("llama", "qwen2", "qwen3", "mistral")
+CASES = [  # family, scheme, and type of a cache of floats
+    *((family, None, kv_dtype) for family in FLOATS for kv_dtype in ("float32", "bfloat16")),
+    *((family, scheme, None) for family in ("olmo2", "phi3", *TINY) for scheme in (None, "a8w8c8")),
+    *(("llama", scheme, None) for scheme in SCHEMES),
+]
 
 
 def scores(folder, *, fused: bool = True, **config) -> torch.Tensor:
     return engine_of(folder, {}, fused=fused, **config).score(token_ids(130))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-def test_float_models(make_model, family, kv_dtype):
-    overrides = {"sliding_window": 40} if family == "mistral" else {}
-    folder = make_model(family, **overrides)
-    fused = scores(folder, kv_dtype=kv_dtype)
-    assert torch.equal(fused, scores(folder, fused=False, kv_dtype=kv_dtype))
-    assert torch.isfinite(fused).all()
-
-
-@pytest.mark.parametrize("kind", ["llama", "olmo2", "phi3", *TINY])
-def test_families(make_model, make_quantized, kind, monkeypatch):
+@pytest.mark.parametrize(("family", "scheme", "kv_dtype"), CASES)
+def test_models(make_model, make_quantized, family, scheme, kv_dtype, monkeypatch):
     """Floats, integers and a cache of integers; fused is what runs."""
-    folder = make_model(kind, **TINY.get(kind, {}))
-    for path in (folder, make_quantized(folder, "a8w8c8")):
-        apart = scores(path, fused=False)
-        with monkeypatch.context() as patch:
-            patch.setattr("inference.cpu.backend.forward_by_ops", None)
-            assert torch.equal(scores(path), apart)
-        assert torch.isfinite(apart).all()
-
-
-@pytest.mark.parametrize("preset", SCHEMES)
-def test_quantized_models(tiny_llama, make_quantized, preset):
-    folder = make_quantized(tiny_llama, preset)
-    assert torch.equal(scores(folder), scores(folder, fused=False))
+    folder = make_quantized(make_model(family, **SIZES.get(family, {})), scheme)
+    apart = scores(folder, fused=False, kv_dtype=kv_dtype)
+    monkeypatch.setattr("inference.cpu.backend.forward_by_ops", None)
+    assert torch.equal(scores(folder, kv_dtype=kv_dtype), apart)
+    assert torch.isfinite(apart).all()
 
 
 def test_mixed_batches(tiny_llama, make_quantized):

@@ -38,6 +38,7 @@ from tests.inference.engines import ids as prompt
 from tests.inference.speculate.test_wrong_drafts import InPlaceOf
 from tests.kernels.triton_lab import distance, interpreted
 from tests.older_families import write_older
+from tests.ptq.quantizing import quantize_head
 from tests.tiny_families import DEEPSEEK, TINY
 
 SCHEMES = [
@@ -466,6 +467,27 @@ def test_steps_run_on_the_device_of_their_model(tmp_path):
         engine.score(prompt(3))
     assert len(seen) == 4
     assert all(devices == [engine.backend.device] for devices in seen)
+
+
+@pytest.mark.parametrize(
+    ("of_head", "hidden"),
+    [
+        *((layout, 128) for layout in ("w8", "w4", "a8w8_dynamic", "fp8_channel", "a8w4")),
+        ("w8", 192),
+    ],
+)
+@interpreted
+def test_a_quantized_head_that_is_the_embedding(make_model, tmp_path, of_head, hidden):
+    """Its 1,000 outputs are no multiple of a tile's, 192 inputs neither; no rows of a8w4's are
+    gathered."""
+    folder = make_model("llama", layers=1, vocab_size=1000, hidden_size=hidden)
+    path = str(quantize_head(folder, tmp_path / "out", "w8", of_head).path)
+    compare(path, 0.1 if of_head in ("fp8_channel", "a8w4") else 0.03)
+    model, other = (engine_of(path, triton=triton).model for triton in (True, False))
+    assert (model.embedding is None) is (of_head != "a8w4")
+    assert model.head.outputs == 1000
+    numbers = torch.tensor([0, 63, 64, 127, 999, 5])
+    assert torch.equal(model.embed(numbers), other.embed(numbers).to(model.dtype))
 
 
 ODD = {"hidden_size": 96, "head_dim": 32, "num_attention_heads": 3, "intermediate_size": 160}

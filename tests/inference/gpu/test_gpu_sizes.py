@@ -105,11 +105,15 @@ def made(
     inputs: int,
     count: int | None = None,
     device: str = "cpu",
+    *,
+    symmetric: bool = True,
+    bias: torch.Tensor | None = None,
 ):
     """A packed layer, or a stack of some, and what it stands for."""
     scheme = PRESETS[preset].of_layers
     if group not in (None, 128):
-        weights = scheme.weights.model_copy(update={"group_size": group})
+        changes = {"group_size": group, "symmetric": symmetric}
+        weights = scheme.weights.model_copy(update=changes)
         scheme = scheme.model_copy(update={"weights": weights})
     generator, block = torch.Generator().manual_seed(outputs), scheme.weights.block
     each, exact = [], []
@@ -125,9 +129,26 @@ def made(
     names = [["layer"]] * (count or 1)
     q, scale, zero, static = (None if t is None else t.to(device) for t in (q, scale, zero, static))
     assert q is not None
-    stored = StoredLinear(names, scheme, q, scale, zero, input_scale=static)
+    stored = StoredLinear(names, scheme, q, scale, zero, bias, input_scale=static)
     whole = torch.stack(exact) if count else exact[0]
     return pack_linear(stored, torch.float16), whole.to(device)
+
+
+@interpreted
+def test_layers_are_filled_up_to_whole_tiles():
+    """250 outputs and 2,016 inputs are no multiples of 64 and 128."""
+    torch.manual_seed(0)
+    x, bias = torch.randn(3, 2016).half(), torch.randn(250)
+    for preset, group in (("w8", None), ("w4", 32), ("a8w8_dynamic", None), ("fp8_channel", None)):
+        layer, exact = made(preset, group, 250, 2016, symmetric=preset != "w4", bias=bias)
+        assert layer.outputs == 250, preset
+        assert layer.missing == 32
+        found, wanted = layer(x), x.float() @ exact.T + bias
+        assert found.shape == (3, 250)
+        assert distance(found, wanted) < (0.05 if preset[0] in "af" else 5e-3)
+        rows = layer.gather(torch.tensor([0, 249]), torch.float32)
+        assert rows.is_contiguous(), "the first norm reads whole rows"
+        assert torch.allclose(rows, exact[[0, 249]], atol=1e-6)
 
 
 @interpreted

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from inference.engine import Engine
+from inference.requests.request import SamplingParams
 from tests.fake_quantized import fake_quantized_logits
 from tests.families import distance, transformers_logits
 from tests.inference.engines import engine_of
@@ -96,8 +98,6 @@ def test_scoring_in_chunks_gives_the_same_bits(tiny_llama, make_quantized):
 
 
 def test_input_scales_of_merged_layers_must_agree(tiny_llama, make_quantized, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     copy = tmp_path / "model"
     shutil.copytree(make_quantized(tiny_llama, "a8w8"), copy)
     shutil.rmtree(copy / "quant")
@@ -106,3 +106,27 @@ def test_input_scales_of_merged_layers_must_agree(tiny_llama, make_quantized, tm
     save_file(tensors, copy / "model.safetensors")
     with pytest.raises(CheckpointError, match="input scales"):
         Engine.from_pretrained(copy)
+
+
+def stored_as(source, folder, dtype):
+    shutil.copytree(source, folder)
+    file = folder / "model.safetensors"
+    tensors = {name: t.half().to(dtype) for name, t in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fp16_takes_half_of_fp32_and_has_its_bits(make_model, tmp_path, tied):
+    """Float weights are kept in the type of the checkpoint."""
+    source, ids = make_model("llama", tie_word_embeddings=tied), list(range(3, 60))
+    half, whole = (
+        Engine.from_pretrained(stored_as(source, tmp_path / str(dtype), dtype))
+        for dtype in (torch.float16, torch.float32)
+    )
+    assert half.model.embedding.dtype == torch.float16
+    assert half.model.weight_bytes < 0.51 * whole.model.weight_bytes
+    assert torch.equal(half.score(ids), whole.score(ids))
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    wanted = [output.token_ids for output in whole.generate([ids, ids[:3]], params)]
+    assert [output.token_ids for output in half.generate([ids, ids[:3]], params)] == wanted

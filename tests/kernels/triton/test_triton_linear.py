@@ -49,29 +49,24 @@ def test_w4a16(cut, with_bias):
     assert not workspace.arrivals.any()
 
 
-@pytest.mark.parametrize(("cut", "per_row"), [((128, 16, 3), True), ((64, 64, 1), False)])
-@interpreted
-def test_w4a8(cut, per_row):
-    workspace = Workspace.on("cpu", 1 << 18, 64)
-    for rows in (1, 17):
-        x, q, scale, bias = random(rows, 4, True)
-        own = torch.rand(rows, 1) if per_row else torch.tensor([0.3])
-        got = pack_w4a8(q, scale, bias).run(x, own, workspace, torch.float32, tile=Tile(*cut))
-        assert distance(got, twins.grouped_linear(x, q, scale, bias, own)) < 1e-6
-
-
 @pytest.mark.parametrize("cut", [(64, 16, 1), (128, 16, 3), (64, 64, 1, 2)])
 @pytest.mark.parametrize(("per_row", "with_bias"), [(False, True), (True, False)])
+@pytest.mark.parametrize("bits", [4, 8])
 @interpreted
-def test_w8a8_equals_its_twin_bit_for_bit(cut, per_row, with_bias):
+def test_products_of_integers(bits, cut, per_row, with_bias):
+    """Of eight bits they equal their twin's bit for bit."""
     workspace = Workspace.on("cpu", 1 << 18, 64)
     for rows in (1, 17, 70):
-        x, q, scale, bias = random(rows, 8, with_bias)
-        q[0], x[0] = -128, 127  # the former is one of others' checkpoints
+        x, q, scale, bias = random(rows, bits, with_bias)
+        if bits == 8:
+            q[0], x[0] = -128, 127  # the former is one of others' checkpoints
         own = torch.rand(rows, 1) if per_row else torch.tensor([0.3])
-        weight = pack_w8a8(q, scale, bias)
+        weight = (pack_w8a8 if bits == 8 else pack_w4a8)(q, scale, bias)
         got = weight.run(x, own, workspace, torch.float32, tile=Tile(*cut))
-        assert torch.equal(got, reference.int8_linear(x, own, q, scale, bias))
+        if bits == 8:
+            assert torch.equal(got, reference.int8_linear(x, own, q, scale, bias))
+        else:
+            assert distance(got, twins.grouped_linear(x, q, scale, bias, own)) < 1e-6
     assert weight.run(x[:0], own[:1], workspace).shape == (0, OUTPUTS)
 
 
@@ -125,6 +120,62 @@ def test_w16a16(generation):
             w16a16.DenseWeight(values, None).run(bad, None, workspace, tile=tile)
     with pytest.raises(ValueError, match="256 inputs are no multiple of 512"):
         weight.run(x, None, workspace, tile=Tile(64, 16, inputs=512))
+
+
+def integers(*shape: int, top: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(-top, top + 1, shape, generator=generator, dtype=torch.int8)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x.long() @ weight.long().T).to(torch.int32)
+
+
+@pytest.mark.parametrize("cut", [(64, 16, 1), (128, 16, 3)])
+@interpreted
+def test_integer_sums_of_w8a8(cut):
+    workspace, bias = Workspace.on("cpu", 1 << 18, 64), torch.full((OUTPUTS,), 1e9)
+    q, scale = integers(OUTPUTS, INPUTS, top=127), torch.rand(OUTPUTS)
+    q[0] = -128
+    weight = pack_w8a8(q, scale, bias)
+    assert torch.equal(weight.output_scale, scale)
+    for rows in (1, 17):
+        x = integers(rows, INPUTS, top=127)
+        got = weight.run(x, torch.rand(1), workspace, torch.int32, tile=Tile(*cut))
+        assert got.dtype == torch.int32
+        assert torch.equal(got, product(x, q))
+
+
+@pytest.mark.parametrize("groups", [1, 4, 16])
+@interpreted
+def test_integer_sums_of_weights_of_two_levels(groups):
+    """Of whole rows, of which 16 times the sum is formed, and with multipliers of groups."""
+    workspace, unit = Workspace.on("cpu", 1 << 18, 64), torch.full((OUTPUTS, 1), 2.0**-10)
+    q, multiples = integers(OUTPUTS, INPUTS, top=7), torch.ones(OUTPUTS, 1)
+    if groups > 1:
+        multiples = (integers(OUTPUTS, groups, top=7) + 9).float()
+        multiples[:, :2] = torch.tensor([15.0, 16.0])
+    weight = pack_w4a8(q, unit * multiples, torch.ones(OUTPUTS))
+    assert torch.equal(weight.output_scale, unit[:, 0])
+    x = integers(5, INPUTS, top=127)
+    wide = multiples.repeat_interleave(INPUTS // groups, 1) * q
+    got = weight.run(x, torch.rand(1), workspace, torch.int32)
+    assert torch.equal(got, product(x, wide))
+
+
+@interpreted
+def test_other_weights_have_no_integer_sums():
+    q, ordinary = integers(OUTPUTS, INPUTS, top=7), 1 + torch.rand(OUTPUTS, 4)
+    workspace, one = Workspace.on("cpu", 1 << 18, 64), torch.ones(1)
+    weight = pack_w4a8(q, ordinary)
+    assert not weight.exact
+    with pytest.raises(ValueError, match="those of w4a8 are not"):
+        weight.run(integers(5, INPUTS, top=7), one, workspace, torch.int32)
+    with pytest.raises(ValueError, match="sums of w4a8 are not of integers alone"):
+        weight.output_scale  # noqa: B018
+    exact = pack_w8a8(q, ordinary[:, 0])
+    with pytest.raises(ValueError, match=r"torch.int8 is asked for.* of w8a8 are"):
+        exact.run(integers(5, INPUTS, top=7), one, workspace, torch.int8)
 
 
 @interpreted
