@@ -106,11 +106,15 @@ def test_in_one_call_and_op_by_op_the_bits_are_equal(tiny_llama, make_quantized,
         assert not torch.equal(found, base)
 
 
-def test_without_compiled_kernels(tiny_llama, adapters, monkeypatch):
-    compiled = engine_of(tiny_llama, adapters).score(ids(40), "all")
-    monkeypatch.setattr(native, "library", lambda: None)
-    plain = engine_of(tiny_llama, adapters).score(ids(40), "all")
-    assert (plain - compiled).abs().max() < 1e-4
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_compiled_kernels(tiny_llama, adapters, monkeypatch, ranks):
+    found, wanted = [], merged_logits(tiny_llama, adapters["all"], ids(40))
+    for library in (native.library, lambda: None):
+        monkeypatch.setattr(native, "library", library)
+        with engine_on(tiny_llama, ranks, adapters) as engine:
+            found.append(engine.score(ids(40), "all"))
+    assert (found[1] - found[0]).abs().max() < 1e-4
+    assert (found[1] - wanted).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("preset", [None, "a8w8c8", "k8v4"])
@@ -138,27 +142,37 @@ def test_requests_of_one_batch_do_not_touch_each_other(
             assert (one.token_ids, one.logprobs) == (alone.token_ids, alone.logprobs)
 
 
-def test_what_is_cached_is_found_by_requests_of_the_same_adapter_alone(tiny_llama, adapters):
-    engine, prompt = engine_of(tiny_llama, adapters), ids(130)
+NGRAM = SpeculateConfig(method="ngram", depth=3)
+
+
+@pytest.mark.parametrize(("ranks", "speculate"), [(1, None), (1, NGRAM), (2, NGRAM)])
+def test_what_is_cached_is_found_by_requests_of_the_same_adapter_alone(
+    tiny_llama, adapters, ranks, speculate
+):
+    """And what an adapter's requests get is no other's, with drafts as well."""
+    prompt, params = [5, 9, 31, 7] * 33, SamplingParams(max_tokens=10, ignore_eos=True)
 
     def hits(name: str | None) -> int:
         before = engine.stats().hit_tokens
-        found = engine.generate([prompt], with_adapter(name))[0].token_ids
-        (alone,) = engine_of(tiny_llama, adapters).generate([prompt], with_adapter(name))
+        found = engine.generate([prompt], with_adapter(name, params))[0].token_ids
+        (alone,) = engine_of(tiny_llama, adapters).generate([prompt], with_adapter(name, params))
         assert found == alone.token_ids
         return engine.stats().hit_tokens - before
 
-    assert [hits(name) for name in (None, "few", "all", None, "few")] == [0, 0, 0, 128, 128]
-    engine.unload_adapter("few")
-    engine.load_adapter("few", adapters["inputs"])  # the same name and slot, another adapter
-    before = engine.stats().hit_tokens
-    engine.generate([prompt], with_adapter("few"))
-    assert engine.stats().hit_tokens == before
+    names = (None, "inputs", "all", None, "inputs")
+    sizes = {"speculate": speculate, "max_model_len": 192}
+    with engine_on(tiny_llama, ranks, adapters, **sizes) as engine:
+        assert [hits(name) for name in names] == [0, 0, 0, 128, 128]
+        engine.unload_adapter("inputs")
+        engine.load_adapter("inputs", adapters["few"])  # the same name and slot, another adapter
+        before = engine.stats().hit_tokens
+        engine.generate([prompt], with_adapter("inputs"))
+        assert engine.stats().hit_tokens == before
 
 
 def test_beams_and_drafts(tiny_llama, adapters):
     plain = engine_of(tiny_llama, adapters)
-    drafting = engine_of(tiny_llama, adapters, speculate=SpeculateConfig(method="ngram", depth=3))
+    drafting = engine_of(tiny_llama, adapters, speculate=NGRAM)
     prompt = ids(6) * 8
     answers = []
     for name in (None, "all"):

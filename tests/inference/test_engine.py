@@ -10,7 +10,7 @@ import torch
 from formats.errors import CheckpointError, EngineError, RequestError
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-from tests.inference.engines import engine_of, finish, tokens_of
+from tests.inference.engines import engine_of, tokens_of
 from tests.inference.speculate.requests import TEXTS as PROMPTS
 
 
@@ -54,20 +54,6 @@ def test_each_end_token_of_generation_config_ends_an_output(tiny_llama, tmp_path
     assert list(output.token_ids) == made[: first + 1]
     assert output.finish_reason == "stop"
     assert output.text == engine_of(model).tokenizer.decode(made[:first])
-
-
-def test_preemption_changes_nothing(folder):
-    texts = prompts(10)
-    params = SamplingParams(max_tokens=120, ignore_eos=True)
-    want = [o.token_ids for o in engine_of(folder).generate(texts, params)]
-    tight = engine_of(folder, kv_blocks=8)
-    for text in texts:
-        tight.add_request(text, params)
-    sequences = list(tight._scheduler.waiting)
-    got = finish(tight)
-    assert sum(s.preemptions for s in sequences) > 3
-    assert [got[s.name].token_ids for s in sequences] == want
-    assert tight.stats().free + tight.stats().cached == 8
 
 
 def test_a_stream_is_the_text_in_pieces_and_closing_it_frees_the_cache(tiny_llama):
@@ -329,18 +315,6 @@ def test_an_engine_that_cannot_hold_one_request_is_refused(tiny_llama):
         engine_of(tiny_llama, kv_blocks=3)
     with pytest.raises(EngineError, match="1000 is more than the model's 512"):
         engine_of(tiny_llama, max_model_len=1000)
-
-
-def test_a_broken_step_loses_its_requests_and_not_the_engine(tiny_llama, monkeypatch):
-    runner = engine_of(tiny_llama)
-    runner.add_request("a")
-    monkeypatch.setattr(runner.loop, "forward", lambda *_: 1 / 0)
-    with pytest.raises(EngineError, match="ZeroDivisionError"):
-        runner.step()
-    monkeypatch.undo()
-    runner.check_integrity()
-    assert runner.stats().used == 0
-    assert runner.generate(["a"], SamplingParams(max_tokens=2, ignore_eos=True))[0].finished
 
 
 def test_logits_that_are_not_finite_end_the_request_only(tiny_llama, monkeypatch):

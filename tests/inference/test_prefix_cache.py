@@ -193,7 +193,7 @@ def test_a_failed_step_leaves_nothing_to_be_found(tiny_llama, monkeypatch):
     monkeypatch.undo()
     engine.check_integrity()
     assert engine.abort(name) is None
-    assert engine.stats().cached == 0
+    assert engine.stats().cached == engine.stats().used == 0
     assert answer(engine, prompt) == wanted
     assert engine.stats().hit_tokens == 0
 

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from formats.errors import CheckpointError, EngineError, RequestError
-from inference.config import SpeculateConfig
 from inference.parallel.adapters import CpuRankAdapters
 from inference.requests.request import SamplingParams
-from kernels.cpu import native
 from tests.adapters import write_adapter, write_prefix
 from tests.inference.engines import engine_of, ids
 from tests.inference.parallel.test_ranks import EXACT
@@ -53,30 +51,6 @@ def test_requests_of_one_batch_do_not_touch_each_other(ranks, tmp_path, tiny_lla
         together = engine.generate(PROMPTS, each)
         alone = [engine.generate([p], q)[0] for p, q in zip(PROMPTS, each, strict=True)]
     assert [o.logprobs for o in together] == [o.logprobs for o in alone]
-
-
-def test_cached_prefixes_and_drafts(tmp_path, tiny_llama):
-    own, prompt, found = adapters_of(tmp_path, tiny_llama), [5, 9, 31, 7] * 33, {}
-    for ranks in (1, 2):
-        speculate = SpeculateConfig(method="ngram", depth=3)
-        with engine_on(tiny_llama, ranks, own, speculate=speculate, max_model_len=192) as engine:
-            tokens, hits = [], []
-            for name in (None, "inputs", "all", None, "inputs"):
-                before = engine.stats().hit_tokens
-                tokens.append(engine.generate([prompt], with_adapter(name, GREEDY))[0].token_ids)
-                hits.append(engine.stats().hit_tokens - before)
-            assert engine.speculation is not None
-            found[ranks] = tokens
-            assert hits == [0, 0, 0, 128, 128]
-    assert found[1] == found[2]
-
-
-def test_without_compiled_kernels(tmp_path, tiny_llama, monkeypatch):
-    own, tokens = adapters_of(tmp_path, tiny_llama), ids(20)
-    wanted = merged_logits(tiny_llama, own["all"], tokens)
-    monkeypatch.setattr(native, "library", lambda: None)
-    with engine_on(tiny_llama, 2, own) as engine:
-        assert (engine.score(tokens, "all") - wanted).abs().max() < 1e-4
 
 
 @pytest.fixture

@@ -26,6 +26,10 @@ from tests.inference.speculate.requests import (
 from tests.inference.transformers_code.test_states import write_small
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
+DRAWN = [
+    SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.1, **own)
+    for own in ({}, {"top_k": 9}, {"top_p": 0.8, "seed": 5}, {"min_p": 0.02, "logprobs": 2})
+]
 STATEFUL = ("qwen3_next", "mamba2")
 PROMPTS = [[5 + i] * 45 + [9 + 3 * i] * i for i in range(4)]
 
@@ -57,6 +61,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     runner = engine(folder, folder, max_batch_size=3, max_model_len=192, max_batched_tokens=50)
     assert [o.token_ids for o in runner.generate(PROMPTS, LONG)] == want
     assert acceptance(runner) == 1
+    runner.generate(PROMPTS, DRAWN)  # guessed with the same noise
+    assert acceptance(runner) == 1
     for _ in range(2):  # of what a model with a state made itself, nothing is found
         runner.generate([[*p, *o, 7] for p, o in zip(PROMPTS, want, strict=True)], LONG)
     assert runner.stats().hit_tokens > 0
@@ -67,14 +73,6 @@ def test_a_model_that_drafts_for_itself_is_always_right(
         assert [o.token_ids for o in tight.generate(PROMPTS, LONG)] == want
         assert acceptance(tight) == 1
     assert tight.stats().preemptions > 0
-
-
-def test_draws_are_guessed_with_the_same_noise(tiny_llama):
-    kinds = ({}, {"top_k": 9}, {"top_p": 0.8, "seed": 5}, {"min_p": 0.02, "logprobs": 2})
-    params = [SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.1, **k) for k in kinds]
-    runner = engine(tiny_llama, tiny_llama)
-    runner.generate(PROMPTS, params)
-    assert acceptance(runner) == 1
 
 
 def test_what_is_found_but_was_never_drafted_for_is_computed(tiny_llama):
