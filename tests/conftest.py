@@ -177,6 +177,9 @@ class TinyModels:
         self._root = root
 
     def __call__(self, family: str = "llama", **overrides) -> Path:
+        from formats.modeling.config import make_known
+
+        make_known(family)  # here too, where another process wrote the model
         key = sha256(str(sorted(overrides.items())).encode()).hexdigest()
         folder = self._root / family / key[:12] / "model"
         if not folder.exists():
