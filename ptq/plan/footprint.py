@@ -20,22 +20,19 @@ Of several GPUs the first holds the most: these figures are of that one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
 from calibrate.backward import IN_MEMORY
 from calibrate.gradients import block_size, gradient_bytes
 from formats.families.groups import SMOOTHING_KINDS
 from formats.modeling.layers import embedding_name
 from ptq.methods.common.float_model import FloatModel
-from ptq.methods.common.spec import FLOAT, BlockSizes
+from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec
 from ptq.plan.modules import HEAD_STAGES, BlockShape, piece_rows, shard_bytes
 from ptq.plan.schedule import KEPT_MOMENTS, Schedule
 from ptq.recipe.schema import Recipe
-
-Keep = bool | Literal["auto"]
-
 
 OCCUPIED = 6000  # bins of a histogram that magnitudes of activations fall into, at 16 bytes
 
@@ -59,21 +56,25 @@ class Footprint:
     head: tuple[int, int] | None = None
 
     def host(self) -> int:
-        """Peak bytes of host memory."""
-        work = 0 if self.on_gpu else max(self._steps())
-        start = 0 if self.on_gpu else _embedding(self.source)
-        start = max(start, self._backward.kept() + (0 if self.on_gpu else self._backward.work()))
-        head = self._states() + self._head_stored() + (0 if self.on_gpu else self._head_work())
-        solving = max(self._states() + work + self._written(), head)
-        return max(start, 4 * self._widest_rest(), solving)
+        """Peak bytes of host memory.
+
+        While the largest tensor outside of the blocks is checked, there are the one before it and
+        two more of its size. Of the head there are the original, its integers, and what a
+        checkpoint gets of them.
+        """
+        start, solving = self._backward.kept(), self._states() + self._written()
+        head = self._states() + 4 * math.prod(self.head or (0,))
+        if not self.on_gpu:
+            start = max(_embedding(self.source), start + self._backward.work())
+            solving, head = solving + self._block_work(), head + self._head_work()
+        return max(start, 4 * _widest_rest(self.source, self.blocks), solving, head)
 
     def device(self) -> int:
         """Peak bytes of a GPU's memory; 0 where none is used."""
         if not self.on_gpu:
             return 0
-        return max(
-            _embedding(self.source), self._backward.work(), self._head_work(), *self._steps()
-        )
+        work = self._backward.work(), self._block_work(), self._head_work()
+        return max(_embedding(self.source), *work)
 
     def disk(self) -> int:
         """Most bytes on the disk before the run ends: what it makes, and what it can go on with.
@@ -87,9 +88,8 @@ class Footprint:
 
     def moments(self) -> int:
         """Bytes of the second moments that are kept on the disk: of each pass of the samples."""
-        used = any(method.moments == "full" for method in self._schedule.methods)
         total = self._schedule.runs * sum(map(_hessians, self.blocks))
-        return _kept(self.recipe.statistics.hessians, used, total)
+        return _kept(self.recipe.statistics.hessians, self._schedule.full_moments, total)
 
     def factors(self) -> int:
         """Bytes of the Fisher factors that are kept on the disk: A of each pass, and G."""
@@ -97,13 +97,13 @@ class Footprint:
         total += self._backward.gradients(self.blocks)
         return _kept(self.recipe.statistics.gradients, self._schedule.gradients, total)
 
-    @property
+    @cached_property
     def _schedule(self) -> Schedule:
         return Schedule.of(self.recipe)
 
     @property
     def _backward(self) -> _Backward:
-        return _Backward(self.recipe, self._schedule, self.source, self.blocks, self._activations)
+        return _Backward(self.recipe, self._schedule, self.source, self.blocks)
 
     @property
     def _copies(self) -> int:
@@ -111,14 +111,11 @@ class Footprint:
         return 2 if any(method.quantized_path for method in self._schedule.methods) else 1
 
     @property
-    def _tokens(self) -> int:
-        return self.recipe.dataset.calibration.sequence_length
-
-    @property
     def _state_bytes(self) -> int:
         """Of the hidden states of all samples; pinned memory comes in powers of two."""
-        samples, sample = self._schedule.samples, FLOAT * self._tokens * self.blocks[0].hidden
-        return samples * (1 << (sample - 1).bit_length() if self.on_gpu else sample)
+        sample = FLOAT * _sample_tokens(self.recipe) * self.blocks[0].hidden
+        held = 1 << (sample - 1).bit_length() if self.on_gpu else sample
+        return self._schedule.samples * held
 
     def _states(self) -> int:
         """Hidden states at their most, on the host.
@@ -131,85 +128,46 @@ class Footprint:
         sets = solving + storing if self.on_gpu else max(solving, self._copies + storing)
         return sets * self._state_bytes
 
-    def _steps(self) -> Iterator[int]:
-        """Bytes of each step of the largest block, where it runs."""
-        block = max(self.blocks, key=lambda shape: shape.elements)
-        weights, sums = FLOAT * block.elements, self._sums(block)
-        kept = weights + sums
-        sizes = BlockSizes(
-            quantized=block.quantized,
-            hidden=block.hidden,
-            tokens=self._tokens,
-            sample_bytes=self._activations(block),
-            consumers={kind: block.consumers(kind) for kind in SMOOTHING_KINDS},
-        )
-        yield kept + self._workers * (self._run_sums(block) + sizes.sample_bytes)
-        measured = (1 + FLOAT) * sizes.elements
-        yield kept + measured + max(24 * sizes.largest, sizes.sample_bytes)
-        for spec in self.recipe.methods:
-            yield kept + spec.memory(sizes)
+    def _block_work(self) -> int:
+        """Bytes of the step of the largest block that takes most, where it runs."""
+        block, tokens = max(self.blocks, key=_elements), _sample_tokens(self.recipe)
+        each, beside = self._sums(block)
+        consumers = {kind: block.consumers(kind) for kind in SMOOTHING_KINDS}
+        sample = _activations(block, tokens)
+        sizes = BlockSizes(block.quantized, block.hidden, tokens, sample, consumers)
+        devices = 1 if isinstance(self.recipe.device, str) else self.recipe.device.cpus or 1
+        observing = devices * (each + sample)  # devices that work in one memory
+        kept = FLOAT * block.elements + each + beside
+        return kept + max(observing, _solving(sizes, self.recipe.methods))
 
-    def _head_stored(self) -> int:
-        """The original head, its integers, and what a checkpoint gets of them."""
-        return 0 if self.head is None else 4 * math.prod(self.head)
+    def _sums(self, block: BlockShape) -> tuple[int, int]:
+        """Second moments of the samples that a device runs next to each other; and what is kept
+        beside theirs, G and the widest's mean where no step counts it."""
+        each = beside = 0
+        if self._schedule.gradients:
+            each, beside = _weighted(block), self._backward.gradients([block])
+        if self._schedule.full_moments or self.recipe.statistics.hessians is True:
+            widest = max((columns for _, columns in block.quantized), default=0)
+            each += _hessians(block)
+            beside += 0 if self._schedule.full_moments else FLOAT * widest**2
+        return each, beside
 
     def _head_work(self) -> int:
         """Solving some rows of the head."""
         if self.head is None:
             return 0
         rows, inputs = piece_rows(self.head), self.head[1]
-        sample = 8 * FLOAT * self._tokens * (inputs + rows)
-        sizes = BlockSizes([(rows, inputs)], inputs, self._tokens, sample, {})
+        tokens = _sample_tokens(self.recipe)
+        sizes = BlockSizes(
+            [(rows, inputs)], inputs, tokens, 8 * FLOAT * tokens * (inputs + rows), {}
+        )
         sums = (2 if self._schedule.gradients else 1) * FLOAT * inputs**2
         specs = [spec for spec in self.recipe.methods if spec.stage in HEAD_STAGES]
-        work = (spec.memory(sizes) for spec in specs)
-        measured = (1 + FLOAT) * sizes.elements + max(24 * sizes.largest, sample)
-        return FLOAT * sizes.elements + sums + max(measured, *work)
-
-    def _activations(self, block: BlockShape) -> int:
-        """What one sample needs on its way through a block, watched: histograms, fp64 powers."""
-        widest = max(max(shape) for shape in block.layers.values())
-        feed_forward = 3 * widest + 4 * block.hidden + block.query + 2 * block.cached
-        watched = 4 * 8 * widest
-        return self._tokens * (FLOAT * (feed_forward + self._tokens) + watched)
-
-    def _sums(self, block: BlockShape) -> int:
-        """Second moments that are accumulated, and the widest's mean where no step counts it."""
-        moments = {method.moments for method in self._schedule.methods}
-        weighted = _weighted(block) + self._backward.gradients([block])
-        weighted = weighted if self._schedule.gradients else 0
-        if "full" not in moments and self.recipe.statistics.hessians is not True:
-            return weighted
-        widest = max((columns for _, columns in block.quantized), default=0)
-        return weighted + _hessians(block) + (0 if "full" in moments else FLOAT * widest**2)
-
-    def _run_sums(self, block: BlockShape) -> int:
-        """Second moments of the samples that a device runs next to each other."""
-        full = any(method.moments == "full" for method in self._schedule.methods)
-        kept = full or self.recipe.statistics.hessians is True
-        weighted = _weighted(block) if self._schedule.gradients else 0
-        return weighted + (_hessians(block) if kept else 0)
-
-    @property
-    def _workers(self) -> int:
-        """Devices that work in one memory."""
-        chosen = self.recipe.device
-        return 1 if isinstance(chosen, str) else chosen.cpus or 1
-
-    def _widest_rest(self) -> int:
-        """Bytes of the largest tensor outside of the blocks.
-
-        While one is checked, there are the one before it and two more of its size.
-        """
-        blocks = tuple(f"{block.name}." for block in self.blocks)
-        rest = [name for name in self.source.names() if not name.startswith(blocks)]
-        return max(
-            math.prod(self.source.shape(name)) * self.source.dtype(name).itemsize for name in rest
-        )
+        return FLOAT * sizes.elements + sums + _solving(sizes, specs)
 
     def _written(self) -> int:
         """A shard with its bytes, the block that comes next, and statistics of all blocks."""
-        largest = max(block.elements for block in self.blocks)
+        largest = max(map(_elements, self.blocks))
         shard = min(shard_bytes(largest), self.checkpoint_bytes)
         return 2 * shard + largest + self._histograms()
 
@@ -224,17 +182,12 @@ class Footprint:
 
 @dataclass(frozen=True)
 class _Backward:
-    """What gradients take: nothing where no method wants them.
-
-    Args:
-        activations: Bytes that one sample needs on its way through a block.
-    """
+    """What gradients take: nothing where no method wants them."""
 
     recipe: Recipe
     schedule: Schedule
     source: FloatModel
     blocks: Sequence[BlockShape]
-    activations: Callable[[BlockShape], int]
 
     def gradients(self, blocks: Sequence[BlockShape]) -> int:
         """G of the layers of some blocks, as large as those of all blocks allow."""
@@ -247,11 +200,11 @@ class _Backward:
         """A block with a sample's activations, what gradients need of them, and G; or the head."""
         if not self.schedule.gradients:
             return 0
-        block = max(self.blocks, key=lambda shape: shape.elements)
-        through = FLOAT * block.elements + 3 * self.activations(block) + self.gradients([block])
+        block, length = max(self.blocks, key=_elements), _sample_tokens(self.recipe)
+        through = FLOAT * block.elements + 3 * _activations(block, length)
         vocabulary = self.source.shape(f"{embedding_name(self.source.config)}.weight")[0]
-        head = 2 * FLOAT * vocabulary * block.hidden + 4 * FLOAT * vocabulary * self._length
-        return max(through, head)
+        head = 2 * FLOAT * vocabulary * block.hidden + 4 * FLOAT * vocabulary * length
+        return max(through + self.gradients([block]), head)
 
     def kept(self) -> int:
         """Inputs of blocks in memory, beside those of one, its outputs and their gradients."""
@@ -266,14 +219,10 @@ class _Backward:
         return self.gradients(self.blocks) + powers + (self._inputs // 2 if self._filed else 0)
 
     @property
-    def _length(self) -> int:
-        return self.recipe.dataset.calibration.sequence_length
-
-    @property
     def _tokens(self) -> int:
         """Tokens that are run backward: whole samples."""
-        wanted = self.recipe.statistics.gradient_tokens
-        return self._length * min(self.schedule.samples, max(wanted // self._length, 1))
+        length, wanted = _sample_tokens(self.recipe), self.recipe.statistics.gradient_tokens
+        return length * min(self.schedule.samples, max(wanted // length, 1))
 
     @property
     def _inputs(self) -> int:
@@ -286,6 +235,28 @@ class _Backward:
     def _filed(self) -> bool:
         """Whether they are kept in files."""
         return self._inputs > IN_MEMORY
+
+
+def _sample_tokens(recipe: Recipe) -> int:
+    return recipe.dataset.calibration.sequence_length
+
+
+def _elements(block: BlockShape) -> int:
+    return block.elements
+
+
+def _solving(sizes: BlockSizes, specs: Iterable[MethodSpec]) -> int:
+    """The most that measuring, or a method, takes beside a block's weights and sums."""
+    measured = (1 + FLOAT) * sizes.elements + max(24 * sizes.largest, sizes.sample_bytes)
+    return max([measured, *(spec.memory(sizes) for spec in specs)])
+
+
+def _activations(block: BlockShape, tokens: int) -> int:
+    """What one sample needs on its way through a block, watched: histograms, fp64 powers."""
+    widest = max(max(shape) for shape in block.layers.values())
+    feed_forward = 3 * widest + 4 * block.hidden + block.query + 2 * block.cached
+    watched = 4 * 8 * widest
+    return tokens * (FLOAT * (feed_forward + tokens) + watched)
 
 
 def _hessians(block: BlockShape) -> int:
@@ -305,11 +276,18 @@ def _embedding(source: FloatModel) -> int:
     return math.prod(source.shape(name)) * (source.dtype(name).itemsize + FLOAT)
 
 
+def _widest_rest(source: FloatModel, blocks: Sequence[BlockShape]) -> int:
+    """Bytes of the largest tensor outside of the blocks."""
+    inside = tuple(f"{block.name}." for block in blocks)
+    rest = [name for name in source.names() if not name.startswith(inside)]
+    return max(math.prod(source.shape(name)) * source.dtype(name).itemsize for name in rest)
+
+
 def _widths(blocks: Sequence[BlockShape]) -> list[int]:
     """Outputs of each linear layer of some blocks."""
     return [rows for block in blocks for rows, _ in block.layers.values()]
 
 
-def _kept(wanted: Keep, used: bool, total: int) -> int:
+def _kept(wanted: bool | str, used: bool, total: int) -> int:
     """Bytes that are kept of `total`: all where that is asked for, or they are used and few."""
     return total if wanted is True or (wanted and used and total <= KEPT_MOMENTS) else 0

@@ -61,6 +61,11 @@ class Schedule:
         return self.recipe.static and (first == 0 or not self.by_maxima)  # the artifact keeps both
 
     @property
+    def full_moments(self) -> bool:
+        """Whether a method uses whole second moments of inputs."""
+        return any(method.moments == "full" for method in self.methods)
+
+    @property
     def by_maxima(self) -> bool:
         """Whether static scales follow from maxima alone, and cut nothing."""
         return self.recipe.observers.by_absmax and not any(m.clips for m in self.methods)
