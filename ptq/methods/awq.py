@@ -111,7 +111,7 @@ class AWQ(Migration):
         own = self._seen[name]
         sums, tokens = zip(*(own[sample] for sample in sorted(own)), strict=True)  # in one order
         mean = reduce(torch.add, sums) / sum(tokens)
-        mean = group.mean_by_channel(mean / group.work.divisors.get((name, "input"), 1.0))
+        mean = group.mean_by_channel(mean / group.work.seen.divisors.get((name, "input"), 1.0))
         mean = torch.where(mean > 0, mean, mean.max())  # a dead channel needs no help
         steps = self.spec.steps
         return {i / steps: activation_scale(mean, i / steps) for i in range(1, steps + 1)}

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from calibrate.roles import SINK_INPUT
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
-from ptq.methods.common.block import BlockWork, replaced
+from ptq.methods.common.block import BlockWork, loss_against, replaced
 from ptq.methods.common.method import Method, Part, layer_parts
 from ptq.methods.common.spec import MethodSpec, Stage
 
@@ -80,7 +81,8 @@ class Clip(Method):
     def solve(self, work: BlockWork) -> None:
         """Choose a factor for each distinct input, those before it as they were chosen."""
         block = work.block.begins(self.spec.search_samples)
-        reference = [block.run(index) for index in range(len(block.inputs))]
+        outputs = (block.run(index) for index in range(len(block.inputs)))
+        losses = [loss_against(y, work.block.sinks) for y in outputs]
         rounded = {n: layer.dequantized() for n, layer in rounding.round_to_nearest(work).items()}
         together: dict[str, list[str]] = {}
         for name in work.targets:
@@ -92,7 +94,7 @@ class Clip(Method):
         def error(names: Sequence[str], factor: float) -> float:
             """Squared error of the block's outputs, summed exactly over its inputs."""
             with _clipped(work, names, rounded, factor):
-                return math.fsum(work.loss(block.run(i), y) for i, y in enumerate(reference))
+                return math.fsum(loss(block.run(i)) for i, loss in enumerate(losses))
 
         for names in together.values():
             errors = {factor: error(names, factor) for factor in (1.0, *self.spec.factors)}
@@ -129,13 +131,13 @@ def _clipped(
     """Let the layers that read one input see it with its range times `factor`, for a while."""
     scale = work.input_scale(names[0])
     assert scale is not None
-    sinks = work.sink_scale(names[0])
+    sinks = work.input_scale(names[0], SINK_INPUT)
     sinks = scale if sinks is None else sinks  # which are never clipped
     with ExitStack() as stack:
         for name in names:
 
             def seen(x: Tensor, name: str = name) -> Tensor:
-                return work.seen_row_by_row(name, x, scale * factor, sinks)
+                return work.seen_input(name, x, scale * factor, sinks)
 
             stack.enter_context(replaced(work.block.linears[name], rounded[name], seen))
         yield

@@ -148,7 +148,7 @@ class Shift(Method):
         if self.z is None:
             return
         value, output = work.block.linears[self.value], work.block.linears[self.output]
-        channel = source_channel(len(self.z), output.in_features, work.head_dim)
+        channel = source_channel(len(self.z), output.in_features, work.settings.head_dim)
         moved = output.weight.double() @ self.z[channel.to(self.z.device)]  # [hidden]
         work.store(f"{self.value}.bias", value.bias.double() - self.z)
         work.store(f"{self.output}.bias", output.bias.double() + moved)

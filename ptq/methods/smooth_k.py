@@ -41,7 +41,7 @@ evens out for nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -51,7 +51,7 @@ from formats.families.family import LatentAttention
 from formats.families.names import role_of
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
-from ptq.methods.common.block import BlockWork, set_parameter
+from ptq.methods.common.block import BlockWork, loss_against, power_of, set_parameter
 from ptq.methods.common.method import Method
 from ptq.methods.common.migration import Choice, best_of, smoothing_row
 from ptq.methods.common.spec import Alpha, MethodSpec, PlannedLayer, Stage, fixed_alpha
@@ -179,14 +179,18 @@ class SmoothK(Method):
         own = work.block.begins(self.spec.search_samples)
         runs = replay.Replay(own, (), work.feed_forward_norm)
         reference, basis = self._reference(work, runs, q, absmax)
-        if len(work.module(k).get_parameter("weight")) == work.head_dim:  # all heads have one norm
+        if (
+            len(work.module(k).get_parameter("weight")) == work.settings.head_dim
+        ):  # all heads have one norm
             basis = basis.amax(dim=0, keepdim=True).expand_as(basis)
         factors: dict[float | None, Tensor] = {None: torch.ones_like(absmax).double()}
-        factors |= {alpha: key_factors(basis, alpha, work.pairs, exact=exact) for alpha in alphas}
-        power = math.fsum(work.loss(y, torch.zeros_like(y)) for y in reference)
+        pairs = work.settings.pairs
+        factors |= {alpha: key_factors(basis, alpha, pairs, exact=exact) for alpha in alphas}
+        losses = [loss_against(y, work.block.sinks) for y in reference]
+        power = power_of(reference, work.block.sinks)
         errors: dict[float | None, float] = {}
         if reference:
-            errors = {a: _error(work, runs, absmax, f, reference) for a, f in factors.items()}
+            errors = {a: _error(work, runs, absmax, f, losses) for a, f in factors.items()}
             choice = best_of(errors, factors)
         else:
             alpha = alphas[0] if bool((basis > 0).any()) else None  # no sample has shown queries
@@ -266,7 +270,7 @@ class _Power:
         if len(queries) < heads:  # one norm for all heads
             queries = queries.expand(heads, dim)
         queries = queries.reshape(heads, -1, dim).sum(dim=1)
-        pair = torch.tensor(self.work.pairs).expand(heads, dim)
+        pair = torch.tensor(self.work.settings.pairs).expand(heads, dim)
         sums = [
             torch.zeros(heads, dim, dtype=torch.float64).scatter_add_(1, pair, x).gather(1, pair)
             for x in (self.keys, queries)
@@ -321,7 +325,11 @@ def _multiply(work: BlockWork, name: str, factors: Tensor) -> None:
 
 
 def _error(
-    work: BlockWork, runs: Replay, absmax: Tensor, factors: Tensor, reference: Sequence[Tensor]
+    work: BlockWork,
+    runs: Replay,
+    absmax: Tensor,
+    factors: Tensor,
+    losses: Sequence[Callable[[Tensor], float]],
 ) -> float:
     """Squared error of the hidden states after attention with K / factors in the cache."""
     spec = work.scheme.kv_cache
@@ -329,8 +337,8 @@ def _error(
     seen, divisor = absmax.double() / factors, factors.float().to(work.block.device)
     centre, feedback = _centre(work), None
     if spec.compensate_keys:
-        moments = work.query_moments() * (factors[:, :, None] * factors[:, None])
-        size = packed_cache.turn_size(work.head_dim) if spec.rotate_keys else 0
+        moments = cache.query_moments(work) * (factors[:, :, None] * factors[:, None])
+        size = packed_cache.turn_size(work.settings.head_dim) if spec.rotate_keys else 0
         feedback = packed_cache.feedback_of(moments, size).to(work.block.device)
 
     def cached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -338,12 +346,12 @@ def _error(
         held = cache.through_cache(moved, seen, spec, "k_cache", work.block.sinks, feedback)
         return held * divisor + centre, v
 
-    return math.fsum(work.loss(runs.run(sample, cached), y) for sample, y in enumerate(reference))
+    return math.fsum(loss(runs.run(i, cached)) for i, loss in enumerate(losses))
 
 
 def _centre(work: BlockWork) -> Tensor:
     """What the cache subtracts from K, fp32 [kv heads, D]; a zero [1] where it does not."""
     spec = work.scheme.kv_cache
     centred = spec is not None and spec.center_keys
-    mean = work.key_mean().float() if centred else torch.zeros(1)
+    mean = cache.key_mean(work).float() if centred else torch.zeros(1)
     return mean.to(work.block.device)

@@ -25,7 +25,7 @@ from calibrate.statistics import AFTER, Statistics
 from formats.errors import CheckpointError
 from formats.files import writing
 from formats.stored.safetensors_files import write_tensors
-from ptq.methods.common.block import BlockWork
+from ptq.methods.common.block import BlockWork, Seen
 from ptq.methods.common.fisher import WeightedMoments
 from ptq.methods.common.method import Method
 from ptq.methods.common.moments import Moments
@@ -77,15 +77,14 @@ class Artifact:
         Raises:
             CheckpointError: the block's Hessians or Fisher factors are damaged.
         """
-        work.statistics = self.statistics.below(work.block.name).at(stage)
-        work.moments, work.weighted, work.divisors = None, None, {}
+        seen = work.seen = Seen(self.statistics.below(work.block.name).at(stage))
         with self._tensors(HESSIANS_FOLDER, work, stage) as found:
             if found:
-                work.moments = Moments(work.observed_for, work.targets, full=True)
-                work.moments.restore(found)
+                seen.moments = Moments(work.observed_for, work.targets, full=True)
+                seen.moments.restore(found)
         with self._tensors(FISHER_FOLDER, work, stage) as found:
             if found:
-                work.weighted = WeightedMoments.restored(_pop_inputs(found), work.targets)
+                seen.weighted = WeightedMoments.restored(_pop_inputs(found), work.targets)
                 if not stage:
                     work.gradients = BlockGradients.from_state(found)
 
@@ -140,11 +139,11 @@ def save_moments(folder: Path, kinds: Sequence[str], work: BlockWork, stage: str
     Raises:
         CheckpointError: they cannot be written.
     """
-    file = moments_file(work.block.name, stage)
-    if HESSIANS_FOLDER in kinds and work.moments is not None and work.moments.full:
-        _save(folder / HESSIANS_FOLDER / file, work.moments.state())
-    if FISHER_FOLDER in kinds and work.weighted is not None and work.gradients is not None:
-        inputs = {f"{name}/{INPUTS}": a for name, a in work.weighted.state().items()}
+    file, seen = moments_file(work.block.name, stage), work.seen
+    if HESSIANS_FOLDER in kinds and seen.moments is not None and seen.moments.full:
+        _save(folder / HESSIANS_FOLDER / file, seen.moments.state())
+    if FISHER_FOLDER in kinds and seen.weighted is not None and work.gradients is not None:
+        inputs = {f"{name}/{INPUTS}": a for name, a in seen.weighted.state().items()}
         gradients = {} if stage else work.gradients.state(weights=False)
         _save(folder / FISHER_FOLDER / file, inputs | gradients)
 

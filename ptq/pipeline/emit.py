@@ -24,6 +24,7 @@ from formats.stored.weights import StoredWeight, scale_in_table, weight_tensors
 from kernels.numerics import TYPES, choose_scale, expand_scale
 from kernels.two_level import two_level
 from ptq.methods.common.block import BlockWork, QuantizedLinear
+from ptq.methods.common.cache import key_mean, query_moments
 from ptq.methods.common.float_model import FloatModel, stored_tensors
 from ptq.methods.common.positions import Positions
 from ptq.pipeline.measure import CACHES, cache_ratios
@@ -129,7 +130,7 @@ def sink_tensors(work: BlockWork) -> tuple[dict[str, Tensor], list[ScaleEntry]]:
     """Static input scales of sink tokens, by full name, and their rows of the scale table."""
     tensors, entries = dict[str, Tensor](), list[ScaleEntry]()
     for name in work.quantized:
-        scale, spec = work.sink_scale(name), work.scheme_of(name).activations
+        scale, spec = work.input_scale(name, SINK_INPUT), work.scheme_of(name).activations
         if scale is None or spec is None:
             continue
         stats, tensor = work.observed(name, SINK_INPUT), f"{name}.{LEAF}"
@@ -173,7 +174,7 @@ def adapter_factors(checkpoint: FloatModel, work: BlockWork) -> dict[str, Tensor
 def _range_by(work: BlockWork, name: str) -> str:
     """How the range of a layer's input was found."""
     factor = work.clips.get(name, 1.0)
-    method = work.input_observer.method
+    method = work.settings.input_observer.method
     return method if factor == 1.0 else f"{method} x {factor:g}, searched"
 
 
@@ -186,9 +187,9 @@ def cache_tensors(
         return {}, []
     tensors, entries = ({}, []) if spec.dynamic else _kv_scales(work, spec, observer)
     if spec.center_keys:
-        tensors[f"{work.block.attention}.k_offset"] = work.key_mean().float()
+        tensors[f"{work.block.attention}.k_offset"] = key_mean(work).float()
     if spec.compensate_keys:
-        tensors[f"{work.block.attention}.q_moments"] = work.query_moments().float()
+        tensors[f"{work.block.attention}.q_moments"] = query_moments(work).float()
     return tensors, entries
 
 
@@ -200,7 +201,7 @@ def _kv_scales(
     family = work.block.family
     latent = family is not None and isinstance(family.attention, LatentAttention)
     by_channel = {role: spec.by_channel(role, latent=latent) for role in CACHES}
-    means = {"k_cache": work.key_mean()} if spec.center_keys else {}
+    means = {"k_cache": key_mean(work)} if spec.center_keys else {}
     found: dict[CacheRole, tuple[Tensor, float]] = {
         role: kv_scale(
             work.observed(attention, role),
@@ -209,7 +210,7 @@ def _kv_scales(
             observer,
             by_channel=by_channel[role],
             mean=means.get(role),
-            positions=work.positions,
+            positions=work.settings.positions,
         )
         for role in CACHES
     }

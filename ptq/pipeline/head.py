@@ -20,7 +20,7 @@ from calibrate.statistics import Statistics
 from formats.modeling.load import check_finite
 from formats.scale_table import ScaleEntry
 from formats.stored.weights import StoredWeight, join_weights, weight_tensors
-from ptq.methods.common.block import BlockWork
+from ptq.methods.common.block import BlockSettings, BlockWork
 from ptq.methods.common.events import Event
 from ptq.methods.common.rounding import round_to_nearest
 from ptq.pipeline.emit import linear_entries
@@ -106,14 +106,12 @@ def solve_head(solver: BlockSolver) -> SolvedBlock:
             _see(solver, work)
             gradients = work.gradients
         else:
-            work.statistics, work.moments = first.statistics, first.moments
-            work.weighted = first.weighted
+            work.seen = first.seen
         if gradients is not None:
             start, rows = sum(gathered.rows), work.block.linears[work.block.name].out_features
             work.gradients = gradients.rows(work.block.name, start, start + rows)
         _solve_piece(solver, work, gathered)
     assert first is not None
-    assert first.statistics is not None
     name, scheme = first.block.name, first.scheme_of(first.block.name)
     weight = join_weights(gathered.weights)
     stored = weight_tensors(scheme, weight, first.dtype_of(name))
@@ -137,7 +135,7 @@ def solve_head(solver: BlockSolver) -> SolvedBlock:
     )
     tensors = {f"{name}.{leaf}": tensor for leaf, tensor in stored.items()}
     seen = Statistics()
-    seen.update(first.statistics)
+    seen.update(first.seen.statistics)
     return SolvedBlock(tensors, record=record, statistics=seen)
 
 
@@ -154,15 +152,11 @@ def _pieces(solver: BlockSolver) -> Iterator[BlockWork]:
         block = HeadBlock(name, rows.to(solver.device).float(), solver.stream.inputs, solver.device)
         yield BlockWork(
             block=block,
+            settings=BlockSettings(plan.recipe.observers.input),
+            dtype_of=lambda _: dtype,
             scheme=plan.recipe.scheme,
             schemes={name: plan.schemes[name]},
             targets=(name,),
-            common_input={},
-            groups=(),
-            head_dim=1,
-            pairs=(),
-            input_observer=plan.recipe.observers.input,
-            dtype_of=lambda _: dtype,
         )
 
 
@@ -200,14 +194,7 @@ def _solve_piece(solver: BlockSolver, work: BlockWork, gathered: _Solved) -> Non
         rows, columns = work.block.linears[name].weight.shape
         row = module_row(name, (rows, columns), found.ratios, before.ratios)
         gathered.entries.append(linear_entries(work, [row]))
-    zeros = solved.weight.zero_point
-    gathered.weights.append(
-        StoredWeight(
-            solved.weight.q.cpu(),
-            solved.weight.scale.cpu(),
-            None if zeros is None else zeros.cpu(),
-        )
-    )
+    gathered.weights.append(solved.weight.to(torch.device("cpu")))
     gathered.rows.append(rows)
     gathered.input_scale = solved.input_scale
     gathered.events |= dict.fromkeys(work.events)

@@ -90,8 +90,8 @@ def powers(work: BlockWork, layers: Mapping[str, QuantizedLinear]) -> dict[str, 
 
 def _suffices(work: BlockWork, name: str) -> bool:
     """Whether second moments tell all that a layer loses."""
-    kept = work.moments is not None and work.moments.full
-    return kept and work.scheme_of(name).activations is None
+    kept = work.seen.moments
+    return kept is not None and kept.full and work.scheme_of(name).activations is None
 
 
 def _by_moments(work: BlockWork, name: str, weight: Tensor) -> Powers:

@@ -18,7 +18,7 @@ from calibrate.statistics import Statistics
 from calibrate.transfers import run_size
 from calibrate.workers import InTurn, samples_of, shares
 from formats.errors import RecipeError
-from ptq.methods.common.block import BlockWork
+from ptq.methods.common.block import BlockWork, Seen
 from ptq.methods.common.fisher import WeightedMoments
 from ptq.methods.common.method import Method
 from ptq.methods.common.moments import Moments
@@ -113,8 +113,7 @@ class Pass:
         for part in (self.moments, self.weighted):
             if part is not None:
                 part.complete()
-        work.statistics, work.moments, work.weighted = statistics, self.moments, self.weighted
-        work.divisors = {}
+        work.seen = Seen(statistics, self.moments, self.weighted)
 
     def routes(self) -> Mapping[str, Tensor]:
         """Tokens that routers sent to each expert [experts], by the experts' full name."""

@@ -12,7 +12,7 @@ from calibrate.transfers import passed_through, run_size
 from calibrate.workers import in_order_of_samples, samples_of
 from formats.families.sizes import heads_of, turning_pairs
 from formats.modeling.layers import common_inputs, structure_of
-from ptq.methods.common.block import BlockWork, quantized_block
+from ptq.methods.common.block import BlockSettings, BlockWork, quantized_block
 from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import FloatModel, config_of
 from ptq.methods.common.method import Method
@@ -40,19 +40,18 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
     positions = None
     if family is not None and cache is not None and (cache.center_keys or cache.compensate_keys):
         positions = Positions.of_layer(family, config_of(checkpoint), index, pairs)
-    return BlockWork(
-        block=block,
-        scheme=plan.recipe.scheme.model_copy(update={"kv_cache": cache}),
-        schemes=schemes,
-        targets=tuple(schemes),
+    groups = tuple(group for group in plan.smoothing if group.block == block.name)
+    norms = (group.source for group in groups if group.kind == "mlp_input")
+    settings = BlockSettings(
+        input_observer=plan.recipe.observers.input,
         common_input=common_inputs(config, block.name, tuple(block.linears)),
-        groups=tuple(group for group in plan.smoothing if group.block == block.name),
         head_dim=head,
         pairs=pairs,
-        input_observer=plan.recipe.observers.input,
-        dtype_of=checkpoint.dtype,
+        before_feed_forward=next(norms, None),
         positions=positions,
     )
+    scheme = plan.recipe.scheme.model_copy(update={"kv_cache": cache})
+    return BlockWork(block, settings, checkpoint.dtype, scheme, schemes, tuple(schemes), groups)
 
 
 def quantized_outputs(work: BlockWork, team: Team | None = None) -> list[Tensor] | None:
@@ -101,7 +100,7 @@ def observe(
     team = team or _alone(work)
     seen = Pass(work, methods, team, histograms=histograms, hessians=hessians)
     found = team.each(f"running samples through {work.block.name}", seen.run)
-    if work.statistics is None:
+    if not work.seen.statistics:
         work.events += starved_experts(seen.routes())
     seen.close()
     return in_order_of_samples(found, len(work.block.inputs))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from calibrate.block import DecoderBlock
 from calibrate.handed import Handed
 from formats.modeling.load import check_finite
-from ptq.methods.common.block import BlockWork
+from ptq.methods.common.block import BlockSettings, BlockWork
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.rounding import round_to_nearest
 from ptq.pipeline.emit import layer_tensors, linear_entries
@@ -77,13 +77,9 @@ def _work(
     schemes = plan.schemes
     return BlockWork(
         block=DecoderBlock(group, None, None, module, [], Handed(), device=device, names=names),
+        settings=BlockSettings(plan.recipe.observers.input, dict.fromkeys(weights, group)),
+        dtype_of=model.dtype,
         scheme=plan.recipe.scheme,
         schemes={name: schemes[name] for name in weights},
         targets=tuple(weights),
-        common_input=dict.fromkeys(weights, group),
-        groups=(),
-        head_dim=1,
-        pairs=(),
-        input_observer=plan.recipe.observers.input,
-        dtype_of=model.dtype,
     )

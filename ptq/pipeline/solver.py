@@ -144,9 +144,8 @@ class BlockSolver:
             if self.gradients is not None:
                 work.gradients = self.gradients(work.block.name)
         outputs, baseline = self._see(work)
-        assert work.statistics is not None
         seen, found = Statistics(), {}  # which the artifact keeps
-        seen.update(work.statistics)
+        seen.update(work.seen.statistics)
         for i, (spec, method) in enumerate(zip(self.specs, self.methods, strict=True)):
             with self.watch.phase(spec.name):
                 self._decide(work, spec, method)
@@ -201,8 +200,7 @@ class BlockSolver:
                 self.artifact.give(work, self.specs[first - 1].name)
         else:
             self._observe(work, first)
-        assert work.statistics is not None
-        return work.statistics
+        return work.seen.statistics
 
     def _decide(self, work: BlockWork, spec: MethodSpec, method: Method) -> None:
         """Let a method solve a block, or take what it found in an earlier run."""

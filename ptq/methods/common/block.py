@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ with later():
     from torch import nn
 
     import kernels.numerics as numerics
-    from calibrate import observers
+    from calibrate import observers, statistics
     from formats.stored import weights as storage
     from ptq.methods.common import fisher
 
@@ -51,17 +52,54 @@ class QuantizedLinear:
     statistic: str = "absmax"
 
     def to(self, device: torch.device) -> QuantizedLinear:
-        """The same on another device; itself where it is there."""
-        own = self.input_scale
-        moved = None if own is None else own.to(device)
-        weight = self.weight.to(device)
-        same = weight is self.weight and moved is own
-        return self if same else replace(self, weight=weight, input_scale=moved)
+        """The same on another device."""
+        scale = None if self.input_scale is None else self.input_scale.to(device)
+        return replace(self, weight=self.weight.to(device), input_scale=scale)
 
     def dequantized(self) -> Tensor:
         """The weight that is multiplied: fp32 [out, in]."""
         w = self.weight
         return numerics.dequantize(w.q, w.scale, w.zero_point, self.spec.block)
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """What recipe and model say of a block: the same for all parts of it.
+
+    Attributes:
+        input_observer: How the clipping range of a static input is found.
+        common_input: Layers that read one input, by full name: a name for that input.
+        head_dim: Elements of one attention head.
+        pairs: A number for each of them; those that rotary embedding turns together have one.
+        before_feed_forward: Full name of the norm between the residual stream and the feed-forward
+            layer; None where no smoothing group tells.
+        positions: Where K and Q may stand in a context; None where their statistics are to be those
+            of the windows.
+    """
+
+    input_observer: ObserverSpec
+    common_input: Mapping[str, str] = field(default_factory=dict)
+    head_dim: int = 1
+    pairs: tuple[int, ...] = ()
+    before_feed_forward: str | None = None
+    positions: Positions | None = None
+
+
+@dataclass
+class Seen:
+    """What the samples showed when they last ran through a block; nothing before that.
+
+    Attributes:
+        statistics: Of the inputs of its linear layers, of K and of V.
+        moments: Second moments of those inputs, where a method wants them.
+        weighted: The inputs' side of the Fisher factors, where the block's gradients are.
+        divisors: What methods have divided those inputs, K and V by since then.
+    """
+
+    statistics: Statistics = field(default_factory=lambda: statistics.Statistics())
+    moments: Moments | None = None
+    weighted: WeightedMoments | None = None
+    divisors: dict[Key, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,61 +108,38 @@ class BlockWork:
 
     Attributes:
         block: The block with its float weights as they are now, and its inputs.
+        settings: What does not change.
+        dtype_of: Element type that a tensor has in the checkpoint, by its full name.
         scheme: What is to be quantized, and how, but for layers with a scheme of their own.
         schemes: Of each target, by its full name; `scheme_of` tells.
         targets: Full names of this block's linear layers that are to be quantized.
-        common_input: Layers that read one input, by full name: a name for that input.
-        head_dim: Elements of one attention head.
-        pairs: A number for each of them; those that rotary embedding turns together have one.
-        input_observer: How the clipping range of a static input is found.
-        dtype_of: Element type that a tensor has in the checkpoint, by its full name.
-        statistics: Of the inputs of the block's linear layers, of K and of V, for the weights as
-            they were when the samples last ran; None before that.
-        moments: Second moments of those inputs, where a method wants them.
+        groups: Its smoothing groups.
+        seen: What its samples showed.
         gradients: Of the original block, where a method wants them.
-        weighted: The inputs' side of the Fisher factors, where `gradients` are.
         clips: Factors of the ranges of static inputs, by layer, where a method chose them.
-        divisors: What methods have divided those inputs, K and V by since then.
-        rescaled: What they have divided those, and outputs of linear layers, by since the block
-            was loaded.
+        rescaled: What methods have divided inputs and outputs of linear layers, K and V by since
+            the block was loaded.
         folded: Float tensors that a method changed, by full name, in the checkpoint's type.
         quantized: The solved layers, by full name.
         events: What a person should know.
         smoothing: What was chosen for each smoothing group.
-        before_feed_forward: Full name of the norm between the residual stream and the feed-forward
-            layer; None where no smoothing group tells.
-        positions: Where K and Q may stand in a context; None where their statistics are to be those
-            of the windows.
     """
 
     block: DecoderBlock
+    settings: BlockSettings
+    dtype_of: Callable[[str], torch.dtype]
     scheme: Scheme
     schemes: Mapping[str, LayerScheme]
     targets: tuple[str, ...]
-    common_input: Mapping[str, str]
-    groups: tuple[SmoothingGroup, ...]
-    head_dim: int
-    pairs: tuple[int, ...]
-    input_observer: ObserverSpec
-    dtype_of: Callable[[str], torch.dtype]
-    statistics: Statistics | None = None
-    moments: Moments | None = None
+    groups: tuple[SmoothingGroup, ...] = ()
+    seen: Seen = field(default_factory=Seen)
     gradients: BlockGradients | None = None
-    weighted: WeightedMoments | None = None
     clips: dict[str, float] = field(default_factory=dict)
-    divisors: dict[Key, Tensor] = field(default_factory=dict)
     rescaled: dict[Key, Tensor] = field(default_factory=dict)
     folded: dict[str, Tensor] = field(default_factory=dict)
     quantized: dict[str, QuantizedLinear] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     smoothing: list[SmoothingRow] = field(default_factory=list)
-    before_feed_forward: str | None = None
-    positions: Positions | None = None
-
-    def __post_init__(self) -> None:
-        if self.before_feed_forward is None:  # else of the whole block, where this is a part of it
-            norms = (group.source for group in self.groups if group.kind == "mlp_input")
-            self.before_feed_forward = next(norms, None)
 
     def report(self, module: str, kind: EventKind, message: str) -> None:
         """Keep for the record what a person should know of a module."""
@@ -155,8 +170,8 @@ class BlockWork:
             block=block,
             targets=own,
             groups=self.groups if groups is None else tuple(groups),
+            seen=replace(self.seen, divisors=dict(self.seen.divisors)),
             clips=dict(self.clips),
-            divisors=dict(self.divisors),
             rescaled=dict(self.rescaled),
             folded={},
             quantized={n: q.to(block.device) for n, q in self.quantized.items() if n in own},
@@ -170,8 +185,8 @@ class BlockWork:
 
     @property
     def feed_forward_norm(self) -> nn.Module | None:
-        """The module of `before_feed_forward`."""
-        name = self.before_feed_forward
+        """The module of `BlockSettings.before_feed_forward`."""
+        name = self.settings.before_feed_forward
         return None if name is None else self.module(name)
 
     def samples(self, most: int) -> Sequence[int]:
@@ -183,20 +198,19 @@ class BlockWork:
 
         Of what was divided since the samples ran, only maxima are known.
         """
-        assert self.statistics is not None, "the samples have not run"
         divided = "input" if role == SINK_INPUT else role
-        seen, divisor = self.statistics[name, role], self.divisors.get((name, divided))
+        seen, divisor = self.seen.statistics[name, role], self.seen.divisors.get((name, divided))
         return seen if divisor is None else seen.divided(divisor)
 
     def second_moments(self, name: str) -> Tensor:
         """E[x x^T] of a linear layer's input as it is now [in, in], or its diagonal [in]."""
-        assert self.moments is not None, "no method asked for them"
-        moments = self.moments.of(name).to(self.block.device)
-        divisor = self.divisors.get((name, "input"))
+        kept, divisor = self.seen.moments, self.seen.divisors.get((name, "input"))
+        assert kept is not None, "no method asked for them"
+        moments = kept.of(name).to(self.block.device)
         if divisor is None:
             return moments
         inverse = (1.0 / divisor).to(moments)
-        return moments * (inverse[:, None] * inverse if self.moments.full else inverse.square())
+        return moments * (inverse[:, None] * inverse if kept.full else inverse.square())
 
     def fisher(self, name: str) -> FisherFactors:
         """Fisher factors of a linear layer, one of `targets`, for its weight as it is now.
@@ -205,28 +219,14 @@ class BlockWork:
         expert that got no token), both are zero.
         """
         assert self.gradients is not None, "no method asked for gradients"
-        assert self.weighted is not None, "the samples have not run"
+        assert self.seen.weighted is not None, "the samples have not run"
         return fisher.factors(
-            self.weighted.of(name).to(self.block.device),
+            self.seen.weighted.of(name).to(self.block.device),
             self.gradients.output(name),
-            since_samples=self.divisors.get((name, "input")),
+            since_samples=self.seen.divisors.get((name, "input")),
             inputs=self.rescaled.get((name, "input")),
             outputs=self.rescaled.get((name, "output")),
         )
-
-    def key_mean(self) -> Tensor:
-        """Mean of each channel of K in a context, after RoPE, as K is now: fp64 [kv heads, D]."""
-        seen = self.observed(self.block.attended, "k_cache")
-        assert seen.channel_sum is not None, "the cache's scheme does not ask for it"
-        mean = seen.channel_sum / seen.tokens
-        return mean if self.positions is None else self.positions.mean(mean)
-
-    def query_moments(self) -> Tensor:
-        """Second moments of the queries that read K in a context: fp64 [kv heads, D, D]."""
-        seen = self.observed(self.block.attended, "k_cache")
-        assert seen.query_moments is not None, "the cache's scheme does not ask for them"
-        moments = seen.query_moments / seen.tokens
-        return moments if self.positions is None else self.positions.moments(moments)
 
     def divide(self, name: str, role: str, factor: Tensor) -> None:
         """Tell that a tensor is from now on divided by `factor`, fp64 of its channels.
@@ -238,7 +238,7 @@ class BlockWork:
         """
         if bool((factor == 1).all()):
             return
-        for known in (self.divisors, self.rescaled):
+        for known in (self.seen.divisors, self.rescaled):
             before = known.get((name, role))
             known[name, role] = factor if before is None else before * factor
 
@@ -253,77 +253,48 @@ class BlockWork:
         """How a linear layer's weight and input are to be quantized."""
         return self.schemes.get(name, self.scheme.of_layers)
 
-    def input_scale(self, name: str) -> Tensor | None:
-        """Static scale of a linear layer's input, fp32 [1]; None where there is none."""
-        spec = self.scheme_of(name).activations
-        if spec is None or spec.dynamic:
-            return None
-        absmax = torch.tensor([self.input_absmax(name)], dtype=torch.float32)
-        return numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
+    def input_scale(self, name: str, role: str = "input") -> Tensor | None:
+        """Static scale of a linear layer's input, or of the rows of sink tokens (`SINK_INPUT`).
 
-    def sink_scale(self, name: str) -> Tensor | None:
-        """Static scale of the rows of sink tokens, fp32 [1]; None where there are none."""
+        Returns:
+            fp32 [1]; None where there is none.
+        """
         spec = self.scheme_of(name).activations
-        known = self.statistics is not None and (name, SINK_INPUT) in self.statistics
+        known = role == "input" or (name, role) in self.seen.statistics
         if spec is None or spec.dynamic or not known:
             return None
-        absmax = torch.tensor([self.observed(name, SINK_INPUT).absmax], dtype=torch.float32)
+        top = self.input_absmax(name) if role == "input" else self.observed(name, role).absmax
+        absmax = torch.tensor([top], dtype=torch.float32)
         return numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
 
-    def loss(self, found: Tensor, wanted: Tensor) -> float:
-        """Squared error of outputs [..., tokens, hidden], sink tokens by their own energy.
-
-        A sink token's hidden state is so much larger than all others that its error alone would
-        decide. It counts by its relative error, as that of `SINK_TOKENS` ordinary tokens: most
-        attention goes to it, so that all later tokens read what is wrong with it.
-        """
-        return self.losses(wanted)(found)
-
-    def losses(self, wanted: Tensor) -> Callable[[Tensor], float]:
-        """`loss` of one output after another against the same one."""
-        first, apart = self.block.sinks, 0 < self.block.sinks < wanted.shape[-2]
-        if apart:
-            powers = wanted.double().square().sum(dim=-1)
-            each, own = SINK_TOKENS * powers[..., first:].mean(-1), powers[..., :first]
-
-        def loss(found: Tensor) -> float:
-            errors = (found.double() - wanted).square().sum(dim=-1)
-            total = errors[..., first:].sum()
-            if apart:
-                relative = (errors[..., :first] / own.clamp(min=1e-30)).sum(-1)
-                total = total + (each * relative).sum()
-            return total.item()
-
-        return loss
-
-    def seen_row_by_row(
-        self, name: str, x: Tensor, scale: Tensor | None, sink_scale: Tensor | None
+    def seen_input(
+        self, name: str, x: Tensor, scale: Tensor | None, sink_scale: Tensor | None = None
     ) -> Tensor:
-        """`seen_input` of a sample [..., tokens, in], sink tokens by their own scale.
+        """What the kernels see of a quantized layer's input [..., in], with its static scale.
 
-        An expert's layer reads some of the tokens, among which sink tokens are not known: all have
-        the scale of ordinary ones.
+        Args:
+            sink_scale: That of sink tokens, the first ones of [..., tokens, in]; None for `scale`.
+                An expert's layer reads some of the tokens, among which sink tokens are not known:
+                all have the scale of ordinary ones.
         """
-        seen, first = self.seen_input(name, x, scale), self.block.sinks
-        if not first or sink_scale is None or self.block.expert_of(name):
-            return seen
-        sinks = self.seen_input(name, x[..., :first, :], sink_scale)
-        return torch.cat((sinks, seen[..., first:, :]), dim=-2)
-
-    def seen_input(self, name: str, x: Tensor, scale: Tensor | None) -> Tensor:
-        """What the kernels see of a quantized layer's input [..., in], with its static scale."""
-        spec = self.scheme_of(name).activations
+        spec, first = self.scheme_of(name).activations, self.block.sinks
         if spec is None:
             return x
-        return numerics.fake_quantize_activations(x, scale, numerics.TYPES[spec.dtype], spec.group)
+        kind = numerics.TYPES[spec.dtype]
+        seen = numerics.fake_quantize_activations(x, scale, kind, spec.group)
+        if not first or sink_scale is None or self.block.expert_of(name):
+            return seen
+        own = x[..., :first, :]
+        sinks = numerics.fake_quantize_activations(own, sink_scale, kind, spec.group)
+        return torch.cat((sinks, seen[..., first:, :]), dim=-2)
 
     @property
     def observed_for(self) -> dict[str, str]:
         """Each linear layer's stand-in for what its input shows: the first that reads the same."""
-        first: dict[str, str] = {}
+        first, common = dict[str, str](), self.settings.common_input
         for name in self.block.linears:
-            first.setdefault(self.common_input.get(name, name), name)
-        return {name: first[self.common_input.get(name, name)] for name in self.block.linears}
+            first.setdefault(common.get(name, name), name)
+        return {name: first[common.get(name, name)] for name in self.block.linears}
 
     def merged_with(self, name: str) -> list[str]:
         """The quantized layers of a layer's module that read its input: they run as one."""
@@ -357,8 +328,39 @@ class BlockWork:
         """Magnitude at which a linear layer's input is clipped: the observer's, or a method's."""
         spec = self.scheme_of(name).activations
         kind = numerics.TYPES[spec.dtype] if spec is not None else numerics.INT8
-        found = observers.choose_absmax(self.observed(name, "input"), self.input_observer, kind)
+        found = observers.choose_absmax(
+            self.observed(name, "input"), self.settings.input_observer, kind
+        )
         return found * self.clips.get(name, 1.0)
+
+
+def loss_against(wanted: Tensor, sinks: int) -> Callable[[Tensor], float]:
+    """Squared error of one output [..., tokens, hidden] after another, by `wanted`.
+
+    A sink token's hidden state is so much larger than all others that its error alone would
+    decide. It counts by its relative error, as that of `SINK_TOKENS` ordinary tokens: most
+    attention goes to it, so that all later tokens read what is wrong with it.
+    """
+    apart = 0 < sinks < wanted.shape[-2]
+    if apart:
+        powers = wanted.double().square().sum(dim=-1)
+        each, own = SINK_TOKENS * powers[..., sinks:].mean(-1), powers[..., :sinks]
+
+    def loss(found: Tensor) -> float:
+        errors = (found.double() - wanted).square().sum(dim=-1)
+        total = errors[..., sinks:].sum()
+        if apart:
+            relative = (errors[..., :sinks] / own.clamp(min=1e-30)).sum(-1)
+            total = total + (each * relative).sum()
+        return total.item()
+
+    return loss
+
+
+def power_of(outputs: Iterable[Tensor], sinks: int) -> float:
+    """Sum of squares of outputs [..., tokens, hidden], but for sink tokens."""
+    squares = (y.double().square().sum(dim=-1) for y in outputs)
+    return math.fsum(own[..., sinks:].sum().item() for own in squares)
 
 
 @contextmanager
@@ -371,14 +373,14 @@ def quantized_block(work: BlockWork, *, refined: bool = False) -> Iterator[None]
     """
     with ExitStack() as stack:
         for name, layer in work.quantized.items():
-            scales = (layer.input_scale, work.sink_scale(name))
+            scales = (layer.input_scale, work.input_scale(name, SINK_INPUT))
 
             def seen(
                 x: Tensor, name: str = name, scales: tuple[Tensor | None, Tensor | None] = scales
             ) -> Tensor:
                 if not refined:
-                    return work.seen_row_by_row(name, x, *scales)
-                return x + (work.seen_row_by_row(name, x.detach(), *scales) - x.detach())
+                    return work.seen_input(name, x, *scales)
+                return x + (work.seen_input(name, x.detach(), *scales) - x.detach())
 
             linear = work.block.linears[name]
             floating = refined and layer.spec.dtype != "fp8_e4m3"

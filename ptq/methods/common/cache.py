@@ -15,6 +15,23 @@ from kernels.numerics import (
     fake_quantize_activations,
 )
 from kernels.packed_cache import compensated, token_scales, turn_size, turned
+from ptq.methods.common.block import BlockWork
+
+
+def key_mean(work: BlockWork) -> Tensor:
+    """Mean of each channel of K in a context, after RoPE, as K is now: fp64 [kv heads, D]."""
+    seen, positions = work.observed(work.block.attended, "k_cache"), work.settings.positions
+    assert seen.channel_sum is not None, "the cache's scheme does not ask for it"
+    mean = seen.channel_sum / seen.tokens
+    return mean if positions is None else positions.mean(mean)
+
+
+def query_moments(work: BlockWork) -> Tensor:
+    """Second moments of the queries that read K in a context: fp64 [kv heads, D, D]."""
+    seen, positions = work.observed(work.block.attended, "k_cache"), work.settings.positions
+    assert seen.query_moments is not None, "the cache's scheme does not ask for them"
+    moments = seen.query_moments / seen.tokens
+    return moments if positions is None else positions.moments(moments)
 
 
 def through_cache(

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING
 from calibrate.roles import SINK_INPUT
 from formats.families.groups import SmoothingGroup
 from formats.namespace import later
-from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced, set_parameter
+from ptq.methods.common.block import (
+    BlockWork,
+    QuantizedLinear,
+    loss_against,
+    power_of,
+    replaced,
+    set_parameter,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +102,9 @@ class SmoothedGroup:
         self.consumers = [work.block.linears[name] for name in group.consumers]
         self.routers = {name: work.module(name) for name in group.routers}
         channels = self.source.get_parameter("weight").shape[0]
-        self.channel = source_channel(channels, self.consumers[0].in_features, work.head_dim)
+        self.channel = source_channel(
+            channels, self.consumers[0].in_features, work.settings.head_dim
+        )
         self.x_absmax = self._by_channel(
             work.observed(group.consumers[0], "input").channel_absmax, channels
         )
@@ -212,7 +221,7 @@ class SmoothedGroup:
             stored = f"{name}.weight"
             self.work.folded[stored] = moved.to(self.work.dtype_of(stored)).cpu()
         if self.group.kind == "attention_output":
-            heads = folding.scale.view(-1, self.work.head_dim)
+            heads = folding.scale.view(-1, self.work.settings.head_dim)
             self.work.divide(self.work.block.attended, "v_cache", heads)
 
     def _smoothed_weight(self, weight: Tensor, folding: Folding) -> Tensor:
@@ -260,7 +269,7 @@ class SmoothedGroup:
 
         def seen(x: Tensor) -> Tensor:
             if not last or last[0] is not x:
-                last[:] = x, work.seen_row_by_row(name, x / divisor, *scales)
+                last[:] = x, work.seen_input(name, x / divisor, *scales)
             return last[1]
 
         return seen
@@ -270,7 +279,7 @@ class SmoothedGroup:
         """Let V pass through the cache: smoothed, rounded with static scales, and back."""
         spec = self.work.scheme.kv_cache
         assert spec is not None
-        shape = (-1, self.work.head_dim)  # [kv heads, head_dim]
+        shape = (-1, self.work.settings.head_dim)  # [kv heads, head_dim]
         observed = self.work.observed(self.work.block.attended, "v_cache")
         absmax = observed.channel_absmax.double() / folding.scale.view(shape)
         factor = folding.scale.view(shape).float().to(self.work.block.device)
@@ -311,11 +320,11 @@ class Trials:
         self._runs = replay.Replay(block or work.block, modules, until)
         samples = range(len(reference))
         self.reference = reference if until is None else [self._runs.run(i) for i in samples]
-        self.power = math.fsum(work.loss(y, torch.zeros_like(y)) for y in self.reference)
-        self._losses = [work.losses(y) for y in self.reference]
+        self.power = power_of(self.reference, work.block.sinks)
+        self._losses = [loss_against(y, work.block.sinks) for y in self.reference]
 
     def error(self, foldings: Sequence[Folding]) -> float:
-        """`BlockWork.loss` of the hidden states, the groups' factors as `foldings` say.
+        """`loss_against` of the hidden states, the groups' factors as `foldings` say.
 
         Summed exactly over samples, so that their order does not matter.
         """

@@ -7,8 +7,8 @@ It is pure maths on tensors in four calls, made block by block:
 `prepare` may look at the weights; `observe` sees the input of every linear layer for one sample at
 a time, samples in any order and several at once where there are several devices, and only keeps
 what each of them shows; `solve` decides, with the statistics of the whole calibration set in
-`work.statistics`; `commit` alone changes the block: it folds float weights into each other or hands
-over quantized ones. Methods run one after the other, each on what the one before left.
+`work.seen`; `commit` alone changes the block: it folds float weights into each other or hands over
+quantized ones. Methods run one after the other, each on what the one before left.
 
 Parts of a block (`Part`) are solved side by side on several devices.
 """

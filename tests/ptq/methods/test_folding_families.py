@@ -115,7 +115,7 @@ def test_k_is_smoothed_whatever_turns_and_whatever_norms_it(make_model, tmp_path
 def test_channels_that_do_not_turn_have_a_factor_each(make_model, tmp_path):
     for kind, pairs in (("smollm3", (16, 32)), ("glm", (24, 24)), ("phi3", (16, 16))):
         plan = make_plan(make_model(kind, **MODELS[kind]), tmp_path, "c8", methods=(SmoothKSpec(),))
-        assert tuple(len(set(observed_work(plan, i).pairs)) for i in range(2)) == pairs
+        assert tuple(len(set(observed_work(plan, i).settings.pairs)) for i in range(2)) == pairs
 
 
 @pytest.mark.parametrize("kind", MODELS)

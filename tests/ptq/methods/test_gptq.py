@@ -199,7 +199,7 @@ def test_dead_inputs_and_a_fallback_are_handled(tiny_llama, tmp_path):
     method = solved(work, GPTQ(GPTQSpec()))
     assert torch.isfinite(method.solved["model.layers.0.mlp.down_proj"].dequantized()).all()
     name = "model.layers.0.self_attn.o_proj"
-    work.moments._sums[name] = -torch.eye(128)
+    work.seen.moments._sums[name] = -torch.eye(128)
     [(_, layer)] = list(method._solve(work, [name], method._factor(work, name)))
     weight = work.block.linears[name].weight
     assert torch.equal(layer.weight.q, quantize(weight, layer.weight.scale, TYPES["int4"]))

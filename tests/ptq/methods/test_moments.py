@@ -32,7 +32,7 @@ def test_moments_tell_what_all_samples_would(tiny_llama, tmp_path, monkeypatch):
     observe(work, [GPTQ(GPTQSpec())])
     layers = round_to_nearest(work)
     told = measure(work, layers)
-    work.moments = None
+    work.seen.moments = None
     monkeypatch.setattr(measuring, "COMPARED", len(work.block.inputs))
     ran = measure(work, layers)
     assert set(told) == set(ran) == set(work.targets)
@@ -48,6 +48,6 @@ def test_rounded_inputs_are_measured_on_samples(tiny_llama, tmp_path):
     work = observed_work(plan)
     observe(work, [GPTQ(GPTQSpec())])
     found = measure(work, round_to_nearest(work))
-    work.moments = None
+    work.seen.moments = None
     assert found == measure(work, round_to_nearest(work))
     assert all(ratios.input is not None for ratios in found.values())

@@ -291,6 +291,6 @@ def test_an_experts_rows_are_no_sample(make_model, tmp_path):
     expert = f"{work.block.name}.block_sparse_moe.experts.0.w1"
     for name, apart in ((expert, False), (f"{work.block.attention}.q_proj", True)):
         x = torch.randn(rows, work.block.linears[name].in_features)
-        seen = work.seen_row_by_row(name, x, *scales)
+        seen = work.seen_input(name, x, *scales)
         assert torch.equal(seen[1:], work.seen_input(name, x, scales[0])[1:])
         assert torch.equal(seen[0], work.seen_input(name, x, scales[int(apart)])[0])

@@ -8,6 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from calibrate.attention import ATTENTION
 from formats.checkpoint.read import Checkpoint
 from formats.scheme import PRESETS, KVCacheSpec, Scheme
+from ptq.methods.common.cache import key_mean, query_moments
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smooth_k import SmoothK, SmoothKSpec, key_factors
 from ptq.methods.smoothquant import SmoothQuantSpec
@@ -67,7 +68,7 @@ def test_the_function_stays(make_model, tmp_path, family, scheme):
     basis = seen.amax(dim=0, keepdim=True).expand_as(seen) if normed else seen
     factors = method.factors
     assert factors is not None
-    assert torch.equal(factors, key_factors(basis, 1.0, work.pairs, exact=rounded))
+    assert torch.equal(factors, key_factors(basis, 1.0, work.settings.pairs, exact=rounded))
     assert factors.max() / factors.min() > 8
     method.commit(work)
     for sample, expected in enumerate(before):
@@ -156,7 +157,7 @@ def test_turned_keys_get_factors_by_power(make_model, tmp_path, family, compensa
     read = [attention_reads(work, sample) for sample in work.samples(4)]
     k, q = (torch.cat(x).double() for x in zip(*read, strict=True))
     heads, half = k.shape[1], k.shape[2] // 2
-    power = (k - work.key_mean()).square().sum(dim=0)
+    power = (k - key_mean(work)).square().sum(dim=0)
     asked = q.unflatten(1, (heads, -1)).square().sum(dim=(0, 2))
     if family == "qwen3":  # all heads have one norm
         asked = asked.sum(dim=0, keepdim=True)
@@ -165,7 +166,7 @@ def test_turned_keys_get_factors_by_power(make_model, tmp_path, family, compensa
     basis = torch.cat((ratio, ratio), dim=1) ** 0.25
     basis = basis.amax(dim=0, keepdim=True).expand_as(basis) if family == "qwen3" else basis
     method = solved(work, SmoothK(SmoothKSpec(alphas=(1.0,))), see=False)
-    wanted = key_factors(basis, 1.0, work.pairs, exact=True)
+    wanted = key_factors(basis, 1.0, work.settings.pairs, exact=True)
     assert method.factors is not None  # the cache loses less with them
     assert torch.equal(method.factors, wanted)
     assert wanted.max() / wanted.min() >= 4
@@ -178,13 +179,13 @@ def test_moments_are_those_of_all_queries_that_read_a_head(make_model, tmp_path,
     read = [attention_reads(work, sample) for sample in range(len(work.block.inputs))]
     k, q = (torch.cat(x).double() for x in zip(*read, strict=True))
     own = q.unflatten(1, (k.shape[1], -1))  # [tokens, kv heads, group, D]
-    assert work.positions is not None
-    wanted = work.positions.moments(torch.einsum("thgi,thgj->hij", own, own) / len(k))
-    torch.testing.assert_close(work.query_moments(), wanted, rtol=1e-4, atol=1e-5)
-    factors = torch.linspace(1, 2, k.shape[2]).double()[list(work.pairs)].expand(k.shape[1:])
+    wanted = work.settings.positions.moments(torch.einsum("thgi,thgj->hij", own, own) / len(k))
+    torch.testing.assert_close(query_moments(work), wanted, rtol=1e-4, atol=1e-5)
+    steps = torch.linspace(1, 2, k.shape[2]).double()
+    factors = steps[list(work.settings.pairs)].expand(k.shape[1:])
     work.divide(work.block.attended, "k_cache", factors)
     scaled = wanted * factors[:, :, None] * factors[:, None]
-    torch.testing.assert_close(work.query_moments(), scaled, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(query_moments(work), scaled, rtol=1e-4, atol=1e-5)
 
 
 def test_turned_keys_are_left_alone_where_no_sample_shows_queries(tiny_llama, tmp_path):
