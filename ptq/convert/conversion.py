@@ -8,7 +8,9 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +19,14 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.write import CheckpointWriter
 from formats.command import bar
 from formats.errors import CheckpointError
 from formats.families import names
 from formats.foreign.folder import owner
 from formats.foreign.layout import used_groups
 from formats.modeling.model import meta_model
-from formats.scheme import Strict
+from formats.scheme import Scheme, Strict
 from formats.stored.weights import StoredWeight
 
 
@@ -56,6 +59,56 @@ class Conversion(Strict):
     scale_rounding: float
     rounded: bool = False
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a conversion writes.
+
+    Attributes:
+        out: Folder to make; for `gguf` a file.
+        force: Whether an existing one may be replaced.
+        shard_bytes: Most bytes of one weight file.
+        progress: Whether to show a bar.
+    """
+
+    out: Path
+    force: bool
+    shard_bytes: int
+    progress: bool
+
+    def writer(
+        self, config: Mapping[str, Any], scheme: Scheme, aux_files: Sequence[Path], **more: Any
+    ) -> CheckpointWriter:
+        """What makes a checkpoint of ours of it; arguments as of `CheckpointWriter`."""
+        return CheckpointWriter(
+            self.out,
+            config=config,
+            scheme=scheme,
+            aux_files=aux_files,
+            force=self.force,
+            shard_bytes=self.shard_bytes,
+            **more,
+        )
+
+    def layers(
+        self,
+        source: Source,
+        modules: Sequence[str],
+        add: Callable[[str, Tensor], None],
+        without: Collection[str] = (),
+    ) -> Iterator[str]:
+        """Quantized layers, each to be converted in its turn; all else is copied.
+
+        Args:
+            add: Writes a tensor.
+            without: Names of tensors that are not copied.
+        """
+        for name, module in parts(source, modules, "Converting", self.progress):
+            if module is not None:
+                yield module
+            elif name not in without:
+                add(name, source.tensor(name))
 
 
 def unquantized(source: Checkpoint, modules: Sequence[str]) -> tuple[str, ...]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from formats.adapters.factors import factors_document
 from formats.checkpoint.contents import is_foreign
@@ -36,7 +38,14 @@ from formats.namespace import version as own_version
 from formats.scheme import Scheme, has_float_zeros
 from formats.stored.folder import SETTINGS_FILES, read_config
 from formats.stored.shards import ShardWriter
-from ptq.convert.conversion import Conversion, compare, parts, require_same, unquantized
+from ptq.convert.conversion import (
+    Conversion,
+    Destination,
+    compare,
+    parts,
+    require_same,
+    unquantized,
+)
 from ptq.convert.imports import import_folder, import_tables
 from ptq.convert.to_float import FLOATS, merge_adapter, to_float
 from ptq.convert.to_gguf import to_gguf
@@ -78,7 +87,9 @@ def convert(
             process writes to `out`; nothing is left.
     """
     source, out = locate_source(source), Path(out)
-    _check_paths(source, out)
+    to = Destination(out, force, shard_bytes, progress)
+    if source.resolve().is_relative_to(out.resolve()):
+        raise CheckpointError(f"{out} holds the source {source}; choose another output path")
     _check_options(target, tables=tables, dtype=dtype, adapter=adapter)
     _check_gguf(source, target, tables)
     with target_locked(out):
@@ -87,44 +98,37 @@ def convert(
             config, quantization, *_ = read_config(source)
             if quantization is not None:
                 _refuse_stored_merged(source, config)
-            return merge_adapter(source, adapter, out, dtype, force, shard_bytes, progress)
-        return _convert(source, out, target, tables, dtype, force, shard_bytes, progress)
+            return merge_adapter(source, adapter, to, dtype)
+        return _convert(source, to, target, tables, dtype)
 
 
 def _convert(
-    source: Path,
-    out: Path,
-    target: str,
-    tables: str | Path | None,
-    dtype: str | None,
-    force: bool,
-    shard_bytes: int,
-    progress: bool,
+    source: Path, to: Destination, target: str, tables: str | Path | None, dtype: str | None
 ) -> Conversion:
     """`convert` by what the source holds."""
     if is_gguf(source):
         done = unpack(
             source,
-            out,
+            to.out,
             floats=target == "float",
             dtype=None if dtype is None else FLOATS[dtype],
-            force=force,
-            progress=progress,
+            force=to.force,
+            progress=to.progress,
         )
-        alone = None if target == "float" else Checkpoint.open(out, to_run=False).only_here
+        alone = None if target == "float" else Checkpoint.open(to.out, to_run=False).only_here
         notes = (*done.notes, *([alone] if alone else []))
         return Conversion(modules=done.kept, scale_rounding=0.0, notes=notes)
     refuse_pickle(source)
     if tables is not None:
-        return import_tables(source, Path(tables), out, force, shard_bytes, progress)
+        return import_tables(source, Path(tables), to)
     config, quantization, *_ = read_config(source)
     if target != "gguf":
         _refuse_stored_merged(source, config)
     if target == "float":
-        return to_float(source, out, dtype, force, shard_bytes, progress)
+        return to_float(source, to, dtype)
     checkpoint, foreign = Checkpoint.open(source, to_run=False), is_foreign(quantization)
     if target == "gguf" and not foreign:
-        return to_gguf(checkpoint, out, force, progress)
+        return to_gguf(checkpoint, to.out, to.force, to.progress)
     if foreign != (target == "compressed_tensors"):
         method = (quantization or {}).get("quant_method")
         found = f"the layout {method}" if quantization else "no quantized weights"
@@ -134,17 +138,11 @@ def _convert(
             "model with PaddleNLP's scales to compressed_tensors with --tables"
         )
     if foreign:
-        settings = quantization or {}
-        return import_folder(checkpoint, settings, out, force, shard_bytes, progress)
+        return import_folder(checkpoint, quantization or {}, to)
     _refuse_float_zeros(checkpoint, target)
     if target == "paddle":
-        return _export_tables(checkpoint, out, force)
-    return _export(checkpoint, out, target, force, shard_bytes, progress)
-
-
-def _check_paths(source: Path, out: Path) -> None:
-    if source.resolve().is_relative_to(out.resolve()):
-        raise CheckpointError(f"{out} holds the source {source}; choose another output path")
+        return _export_tables(checkpoint, to)
+    return _export(checkpoint, to, target)
 
 
 def _refuse_stored_merged(source: Path, config: Mapping[str, Any]) -> None:
@@ -188,10 +186,10 @@ def _check_gguf(source: Path, target: str, tables: str | Path | None) -> None:
         )
 
 
-def _export_tables(checkpoint: Checkpoint, out: Path, force: bool) -> Conversion:
+def _export_tables(checkpoint: Checkpoint, to: Destination) -> Conversion:
     _refuse_head(checkpoint, "paddle")
     tables = paddle_tables(checkpoint)
-    with building_directory(out, replace=force) as folder:
+    with building_directory(to.out, replace=to.force) as folder:
         for name, table in tables.items():
             write_bytes(folder / name, (json.dumps(table, indent=1) + "\n").encode())
             if json.loads((folder / name).read_bytes()) != table:
@@ -203,28 +201,27 @@ def _export_tables(checkpoint: Checkpoint, out: Path, force: bool) -> Conversion
     return Conversion(modules=modules, scale_rounding=0.0, notes=(note,))
 
 
-def _export(
-    source: Checkpoint, out: Path, target: str, force: bool, shard_bytes: int, progress: bool
-) -> Conversion:
+def _export(source: Checkpoint, to: Destination, target: str) -> Conversion:
     modules = source.quantized_modules
     source.require_one_scheme(target)
     _refuse_head(source, target)
     rest, head = unquantized(source, modules), HEAD in modules
     layout, quantization = _target(target, source.scheme, rest, head)
-    with building_directory(out, replace=force) as folder:
-        shards = ShardWriter(folder, shard_bytes)
-        for name, module in parts(source, modules, "Converting", progress):
-            if module is None:
-                shards.add(name, as_stored(name, source.tensor(name), source.config))
-                continue
+    with building_directory(to.out, replace=to.force) as folder:
+        shards = ShardWriter(folder, to.shard_bytes)
+
+        def add(name: str, tensor: Tensor) -> None:
+            shards.add(name, as_stored(name, tensor, source.config))
+
+        for module in to.layers(source, modules, add):
             with named(module):
                 assert layout.pack is not None
                 for leaf, tensor in layout.pack(source.weight(module)).items():
                     shards.add(f"{module}.{leaf}", tensor)
         shards.finish()
         _write_documents(folder, source, quantization)
-        rounding = _verify(folder, source, progress)
-    notes = _export_notes(target, source.scheme)
+        rounding = _verify(folder, source, to.progress)
+    notes = tuple(_export_notes(target, source.scheme))
     return Conversion(modules=len(modules), scale_rounding=rounding, notes=notes)
 
 
@@ -284,22 +281,20 @@ def _verify(folder: Path, source: Checkpoint, progress: bool) -> float:
     return rounding
 
 
-def _export_notes(target: str, scheme: Scheme) -> tuple[str, ...]:
-    notes: list[str] = []
+def _export_notes(target: str, scheme: Scheme) -> Iterator[str]:
     if scheme.kv_cache is not None:
-        notes.append(
+        yield (
             f"The scheme of the cache ({scheme.kv_cache.text}) and "
             f"its scales are not part of the {target} format and were left out: whoever loads it "
             "keeps the cache as it does by default."
         )
     if scheme.states is not None:
-        notes.append(f"Recurrent states are kept in float: the {target} format knows no other way.")
+        yield f"Recurrent states are kept in float: the {target} format knows no other way."
     if target.startswith("gptq") and scheme.weights and not scheme.weights.symmetric:
-        notes.append(
+        yield (
             "Weights are asymmetric: vLLM refuses such GPTQ checkpoints, and GPTQModel takes "
             "version 1 only from itself; for it, use gptq_v2."
         )
-    return tuple(notes)
 
 
 def write_beside(result: QuantizationResult, wanted: OutputSpec, *, progress: bool) -> list[str]:
@@ -317,25 +312,20 @@ def write_beside(result: QuantizationResult, wanted: OutputSpec, *, progress: bo
 
 def describe(done: Conversion, out: Path, target: str) -> list[str]:
     """Lines for a terminal, of what `convert` returned."""
+    return [f"{out}: {_made(done, target)}", *done.notes]
+
+
+def _made(done: Conversion, target: str) -> str:
+    most = f", by at most {done.scale_rounding:.2g} of their value" * bool(done.scale_rounding)
     if target == "paddle":
-        return [f"{out}: tables of scales of {done.modules} quantized layers", *done.notes]
+        return f"tables of scales of {done.modules} quantized layers"
     if not done.modules:
-        return [f"{out}: a float model", *done.notes]
+        return "a float model"
     if target == "float":
-        exact = f"rounded, by at most {done.scale_rounding:.2g} of their value"
-        weights = exact if done.scale_rounding else "exact"
-        return [f"{out}: a float model of {done.modules} layers, weights {weights}", *done.notes]
+        weights = f"rounded{most}" if most else "exact"
+        return f"a float model of {done.modules} layers, weights {weights}"
     if done.rounded:
-        return [
-            f"{out}: {done.modules} layers, rounded to the nearest with given scales",
-            *done.notes,
-        ]
-    rounding = (
-        f"rounded to fp16, by at most {done.scale_rounding:.2g} of their value"
-        if done.scale_rounding
-        else "exact"
-    )
-    if target == "gguf":
-        rounding = "in fp16"
-    first = f"{out}: {done.modules} quantized layers, integers equal to the source's bit for bit"
-    return [f"{first}; scales {rounding}", *done.notes]
+        return f"{done.modules} layers, rounded to the nearest with given scales"
+    scales = "in fp16" if target == "gguf" else f"rounded to fp16{most}" if most else "exact"
+    integers = "integers equal to the source's bit for bit"
+    return f"{done.modules} quantized layers, {integers}; scales {scales}"

@@ -23,7 +23,6 @@ from formats.adapters.factors import factors_document
 from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.native import only_here
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
 from formats.families.values import named_dtype
@@ -36,8 +35,8 @@ from formats.stored.weights import StoredWeight, read_weights, scale_in_table, w
 from kernels.numerics import INT8, TYPES, dequantize, quantize, sqnr_db
 from ptq.convert.conversion import (
     Conversion,
+    Destination,
     compare,
-    parts,
     require_same,
     surplus_tensors,
     unquantized,
@@ -45,15 +44,12 @@ from ptq.convert.conversion import (
 
 
 def import_folder(
-    source: Checkpoint,
-    quantization: Mapping[str, Any],
-    out: Path,
-    force: bool,
-    shard_bytes: int,
-    progress: bool,
+    source: Checkpoint, quantization: Mapping[str, Any], to: Destination
 ) -> Conversion:
-    """Write a foreign folder as a compressed-tensors one; arguments as in
-    `ptq.convert.convert.convert`, and the `quantization_config` of the source.
+    """Write a foreign folder as a compressed-tensors one.
+
+    Args:
+        quantization: The `quantization_config` of the source.
 
     Raises:
         CheckpointError: tensors cannot be expressed, or are damaged.
@@ -62,21 +58,14 @@ def import_folder(
     layers = {module: source.scheme_of(module) for module in modules}
     surplus = surplus_tensors(source, modules)
     rows: list[ScaleEntry] = []
-    with CheckpointWriter(
-        out,
-        config=source.config,
-        scheme=scheme,
+    with to.writer(
+        source.config,
+        scheme,
+        source.auxiliary_files,
         layers=layers if HEAD in modules or len(set(layers.values())) > 1 else None,
         ignore=unquantized(source, modules),
-        aux_files=source.auxiliary_files,
-        force=force,
-        shard_bytes=shard_bytes,
     ) as writer:
-        for name, module in parts(source, modules, "Converting", progress):
-            if module is None:
-                if name not in surplus:
-                    writer.add(name, source.tensor(name))
-                continue
+        for module in to.layers(source, modules, writer.add, surplus):
             weight, dtype = source.weight(module), source.dtype(f"{module}.weight_scale")
             if weight.order is not None:
                 raise _act_order(source, module)
@@ -156,15 +145,12 @@ INT8_WEIGHTS = WeightSpec()
 CLIPPED = 1.01  # times the range of the table; more is reported
 
 
-def import_tables(
-    source: Path, tables: Path, out: Path, force: bool, shard_bytes: int, progress: bool
-) -> Conversion:
+def import_tables(source: Path, tables: Path, to: Destination) -> Conversion:
     """Write a model with the scales of a folder of tables.
 
     Args:
         source: Folder of a float model, or of one with int8 weights per channel.
         tables: Folder of the three tables.
-        out: Folder to make; it and the others as in `ptq.convert.convert.convert`.
 
     Raises:
         CheckpointError: the tables do not fit the model, or a file is damaged.
@@ -177,19 +163,9 @@ def import_tables(
     scheme = _scheme(checkpoint, scales)
     modules = modules if scheme.weights else ()
     rows, beyond = list(_rows(scales)), ("", 0.0)
-    with CheckpointWriter(
-        out,
-        config=checkpoint.config,
-        scheme=scheme,
-        ignore=unquantized(checkpoint, modules),
-        aux_files=checkpoint.auxiliary_files,
-        force=force,
-        shard_bytes=shard_bytes,
-    ) as writer:
-        for name, module in parts(checkpoint, modules, "Converting", progress):
-            if module is None:
-                writer.add(name, checkpoint.tensor(name))
-                continue
+    ignore, files = unquantized(checkpoint, modules), checkpoint.auxiliary_files
+    with to.writer(checkpoint.config, scheme, files, ignore=ignore) as writer:
+        for module in to.layers(checkpoint, modules, writer.add):
             weight, exact = _weight(checkpoint, module, scales.weights[module])
             inputs = scales.inputs.get(module)
             writer.add_linear(module, weight, torch.float32, input_scale=inputs)

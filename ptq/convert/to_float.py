@@ -22,29 +22,22 @@ from formats.checkpoint.compressed_tensors import UnsupportedSchemeError
 from formats.checkpoint.contents import is_foreign
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.stated import StatedFolder
-from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError, RequestError
 from formats.foreign.folder import ForeignFolder
 from formats.modeling.layers import embedding_name, head_name
 from formats.scale_table import ScaleTable
 from formats.scheme import Scheme
 from formats.stored.folder import auxiliary_files, read_config
-from kernels.numerics import dequantize
 from ptq.convert import FLOAT_TYPES
-from ptq.convert.conversion import Conversion, Source, parts, surplus_tensors
+from ptq.convert.conversion import Conversion, Destination, Source, surplus_tensors
+from ptq.methods.common.float_model import values_of
 
 FLOATS: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOAT_TYPES}
 TYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, as transformers 5 and 4 write it
 
 
 def to_float(
-    path: Path,
-    out: Path,
-    dtype: str | None,
-    force: bool,
-    shard_bytes: int,
-    progress: bool,
-    adapter: Path | None = None,
+    path: Path, to: Destination, dtype: str | None, adapter: Path | None = None
 ) -> Conversion:
     """Write a folder's weights in floating point; arguments as in `ptq.convert.convert.convert`.
 
@@ -56,20 +49,12 @@ def to_float(
     lora = None if adapter is None else _adapter(adapter, source, path)
     key, dtype = _type(source.config, dtype)
     surplus, rounding = surplus_tensors(source, modules), 0.0
-    with CheckpointWriter(
-        out,
-        config=source.config | {key: dtype},
-        scheme=Scheme(),
-        aux_files=auxiliary_files(path),
-        force=force,
-        shard_bytes=shard_bytes,
-    ) as writer:
-        for name, module in parts(source, modules, "Converting", progress):
-            if module is None:
-                if name not in surplus:
-                    tensor = source.tensor(name)
-                    writer.add(name, tensor if lora is None else lora.merged_tensor(name, tensor))
-                continue
+    with to.writer(source.config | {key: dtype}, Scheme(), auxiliary_files(path)) as writer:
+
+        def add(name: str, tensor: Tensor) -> None:
+            writer.add(name, tensor if lora is None else lora.merged_tensor(name, tensor))
+
+        for module in to.layers(source, modules, add, surplus):
             exact = read(module) if lora is None else lora.merged(module, read(module))
             weight = exact.to(FLOATS[dtype])
             rounding = max(rounding, _rounding(exact, weight))
@@ -80,13 +65,7 @@ def to_float(
 
 
 def merge_adapter(
-    source: Path,
-    adapter: str | Path,
-    out: Path,
-    dtype: str | None,
-    force: bool,
-    shard_bytes: int,
-    progress: bool,
+    source: Path, adapter: str | Path, to: Destination, dtype: str | None
 ) -> Conversion:
     """A float model with an adapter merged in; weights that are floats keep their types.
 
@@ -97,7 +76,7 @@ def merge_adapter(
     adapter, (_, quantization, own, *_) = adapter_folder(adapter), read_config(source)
     note = f"The adapter {adapter} is part of its weights."
     if quantization is not None or (own is not None and own.any):
-        done = to_float(source, out, dtype, force, shard_bytes, progress, adapter)
+        done = to_float(source, to, dtype, adapter)
         return done.model_copy(update={"notes": (*done.notes, note)})
     if dtype is not None:
         raise RequestError(
@@ -105,7 +84,8 @@ def merge_adapter(
             "adapter is merged in; leave --dtype out",
             "dtype",
         )
-    write_merged(source, adapter, out, force=force, shard_bytes=shard_bytes, progress=progress)
+    shards, shown = to.shard_bytes, to.progress
+    write_merged(source, adapter, to.out, force=to.force, shard_bytes=shards, progress=shown)
     return Conversion(modules=0, scale_rounding=0.0, notes=(note,))
 
 
@@ -139,14 +119,8 @@ def _open(path: Path) -> tuple[Source, Scheme, Sequence[str], Callable[[str], Te
         return stated, Scheme(), stated.modules, stated.values
     if not checkpoint.scheme.quantizes_anything:
         raise CheckpointError(f"{path} is a float model already; copy it as it is")
-    modules, read = checkpoint.quantized_modules, partial(_own_weight, checkpoint)
+    modules, read = checkpoint.quantized_modules, partial(values_of, checkpoint)
     return checkpoint, checkpoint.scheme, modules, read
-
-
-def _own_weight(checkpoint: Checkpoint, module: str) -> Tensor:
-    weight, spec = checkpoint.weight(module), checkpoint.scheme_of(module).weights
-    assert spec is not None
-    return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
 
 
 def _type(config: dict[str, Any], dtype: str | None) -> tuple[str, str]:

@@ -47,8 +47,8 @@ from formats.gguf.metadata import (
 from formats.namespace import later
 from formats.scheme import SUPER_BLOCK, WeightSpec
 from formats.stored.weights import StoredWeight
-from kernels.numerics import dequantize
 from ptq.convert.conversion import Conversion
+from ptq.methods.common.float_model import values_of
 
 with later():
     import gguf
@@ -326,9 +326,7 @@ def _numbers(
 def _floats(source: Checkpoint, name: str, module: str) -> Tensor:
     if not name.endswith(".weight") or module not in source.quantized_modules:
         return source.tensor(name)
-    weight, spec = source.weight(module), source.scheme_of(module).weights
-    assert spec is not None
-    return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
+    return values_of(source, module)
 
 
 def _cut(weight: StoredWeight, rows: Tensor) -> StoredWeight:

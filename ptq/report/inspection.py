@@ -19,7 +19,7 @@ from formats.errors import RequestError
 from formats.families.names import is_projection
 from formats.families.registry import FAMILIES
 from formats.scheme import Scheme, Strict
-from kernels.numerics import dequantize
+from ptq.methods.common.float_model import values_of
 from ptq.output import STATISTICS_FILE
 from ptq.text import decibel, matches, scale_text, size_text
 
@@ -98,12 +98,8 @@ def _weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
         module, _, leaf = name.rpartition(".")
         if not is_projection(module) or leaf not in ("weight", "weight_packed"):
             continue
-        spec = checkpoint.scheme_of(module).weights
-        if spec is not None:
-            stored = checkpoint.weight(module)
-            values = dequantize(stored.q, stored.scale, stored.zero_point, spec.block)
-        else:
-            values = checkpoint.tensor(name).float()
+        floats = checkpoint.scheme_of(module).weights is None
+        values = checkpoint.tensor(name).float() if floats else values_of(checkpoint, module)
         yield module, "weight", values.abs().amax(dim=1)
 
 

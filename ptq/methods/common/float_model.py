@@ -32,6 +32,7 @@ with later():
     import torch
     import transformers
 
+    import kernels.numerics as numerics
     from formats.stored import weights as storage
 
 
@@ -104,6 +105,13 @@ def config_of(model: FloatModel) -> PretrainedConfig:
     kind = values.pop("model_type")
     make_known(kind)
     return transformers.AutoConfig.for_model(kind, **values)
+
+
+def values_of(checkpoint: Checkpoint, module: str) -> Tensor:
+    """A quantized layer's weight in fp32 [N, K]."""
+    weight, spec = checkpoint.weight(module), checkpoint.scheme_of(module).weights
+    assert spec is not None
+    return numerics.dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
 
 
 class BiasedCheckpoint(FloatModelView):
@@ -192,9 +200,7 @@ class StoredLayers(FloatModelView):
         module = self._weights.get(name)
         if module is None:
             return self.source.tensor(name)
-        weight = self._checkpoint.weight(module)
-        groups = weight.q.float().unflatten(1, (weight.scale.shape[1], -1))
-        return (groups * weight.scale[..., None]).flatten(1)
+        return values_of(self._checkpoint, module)
 
     def as_stored(self, module: str) -> dict[str, Tensor]:
         """The tensors that a kept layer's weight is stored as."""
