@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
 from pydantic import Field
@@ -56,6 +56,14 @@ class ScaleEntry(Strict):
     clip_fraction: float = Field(ge=0, le=1)
     sqnr_db: float | None
 
+    @classmethod
+    def of(cls, tensor: str, role: Role, scale: Tensor, **about: Any) -> ScaleEntry:
+        """The row of a tensor of scales; what is not said `about` it was not measured."""
+        said = {"tokens": 0, "clip_fraction": 0.0, "sqnr_db": None} | about
+        low, high = scale.min().item(), scale.max().item()
+        ends = {"shape": tuple(scale.shape), "scale_min": low, "scale_max": high}
+        return cls(module=tensor.rpartition(".")[0], tensor=tensor, role=role, **ends, **said)
+
 
 def unmeasured_entry(
     tensor: str,
@@ -75,21 +83,8 @@ def unmeasured_entry(
         absmax: The largest magnitude that it stands for.
         statistic: Where it is from.
     """
-    return ScaleEntry(
-        module=tensor.rpartition(".")[0],
-        role=role,
-        dtype=dtype,
-        granularity=granularity,
-        shape=tuple(scale.shape),
-        tensor=tensor,
-        scale_min=scale.min().item(),
-        scale_max=scale.max().item(),
-        statistic=statistic,
-        absmax=absmax,
-        tokens=0,
-        clip_fraction=0.0,
-        sqnr_db=None,
-    )
+    said = {"dtype": dtype, "granularity": granularity, "absmax": absmax, "statistic": statistic}
+    return ScaleEntry.of(tensor, role, scale, **said)
 
 
 class ScaleTable(Strict):

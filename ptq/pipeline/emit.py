@@ -18,7 +18,7 @@ from formats.checkpoint.kv_scales import LEAF
 from formats.checkpoint.write import CheckpointWriter
 from formats.families.family import LatentAttention
 from formats.pack import least_unit
-from formats.scale_table import Role, ScaleEntry
+from formats.scale_table import ScaleEntry
 from formats.stored.folder import INPUT_DIVISOR, OUTPUT_DIVISOR
 from formats.stored.weights import StoredWeight, scale_in_table, weight_tensors
 from kernels.numerics import TYPES, choose_scale, expand_scale
@@ -93,7 +93,7 @@ def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
         solved = work.quantized[row.module]
         weight = work.block.linears[row.module].weight
         entries.append(
-            _entry(
+            ScaleEntry.of(
                 f"{row.module}.weight_scale",
                 "weight",
                 scale_in_table(solved.spec, with_unit(work, row.module)),
@@ -101,7 +101,6 @@ def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
                 granularity=solved.spec.granularity,
                 statistic=solved.statistic,
                 absmax=weight.abs().max().item(),
-                tokens=0,
                 clip_fraction=weight_clip_fraction(weight, solved),
                 sqnr_db=row.weight_sqnr_db,
             )
@@ -110,7 +109,7 @@ def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
         if solved.input_scale is not None and activations is not None:
             stats = work.observed(row.module, "input")
             entries.append(
-                _entry(
+                ScaleEntry.of(
                     f"{row.module}.input_scale",
                     "input",
                     solved.input_scale,
@@ -135,7 +134,7 @@ def sink_tensors(work: BlockWork) -> tuple[dict[str, Tensor], list[ScaleEntry]]:
             continue
         stats, tensor = work.observed(name, SINK_INPUT), f"{name}.{LEAF}"
         tensors[tensor] = scale
-        entry = _entry(
+        entry = ScaleEntry.of(
             tensor,
             SINK_INPUT,
             scale,
@@ -144,8 +143,6 @@ def sink_tensors(work: BlockWork) -> tuple[dict[str, Tensor], list[ScaleEntry]]:
             statistic="absmax",
             absmax=stats.absmax,
             tokens=stats.tokens,
-            clip_fraction=0.0,
-            sqnr_db=None,
         )
         entries.append(entry)
     return tensors, entries
@@ -220,7 +217,7 @@ def _kv_scales(
         by_head = "per_tensor" if spec.granularity == "per_tensor" else "per_head"
         granularity = "per_channel" if by_channel[role] else by_head
         entries.append(
-            _entry(
+            ScaleEntry.of(
                 f"{attention}.{role[0]}_scale",
                 role,
                 scale,
@@ -295,33 +292,3 @@ def weight_clip_fraction(weight: Tensor, solved: QuantizedLinear) -> float:
         steps = steps + expand_scale(stored.zero_point.float(), weight.shape, solved.spec.block)
     beyond = (steps > kind.q_max + 0.5) | (steps < kind.q_min - 0.5)
     return beyond.float().mean().item()
-
-
-def _entry(
-    tensor: str,
-    role: Role,
-    scale: Tensor,
-    *,
-    dtype: str,
-    granularity: str,
-    statistic: str,
-    absmax: float,
-    tokens: int,
-    clip_fraction: float,
-    sqnr_db: float | None,
-) -> ScaleEntry:
-    return ScaleEntry(
-        module=tensor.rpartition(".")[0],
-        role=role,
-        dtype=dtype,
-        granularity=granularity,
-        shape=tuple(scale.shape),
-        tensor=tensor,
-        scale_min=scale.min().item(),
-        scale_max=scale.max().item(),
-        statistic=statistic,
-        absmax=absmax,
-        tokens=tokens,
-        clip_fraction=clip_fraction,
-        sqnr_db=sqnr_db,
-    )
