@@ -25,7 +25,6 @@ from ptq.methods.common.events import Event
 from ptq.methods.common.rounding import round_to_nearest
 from ptq.pipeline.emit import linear_entries
 from ptq.pipeline.measure import LayerPowers, module_row, powers
-from ptq.pipeline.passes import observe
 from ptq.pipeline.resume import BlockRecord, SolvedBlock
 from ptq.pipeline.solver import BlockSolver
 from ptq.plan.modules import HEAD_STAGES, head_weight, piece_rows
@@ -103,7 +102,9 @@ def solve_head(solver: BlockSolver) -> SolvedBlock:
     for work in _pieces(solver):
         if first is None:
             first = work
-            _see(solver, work)
+            if solver.gradients is not None:
+                work.gradients = solver.gradients(work.block.name)
+            solver.see(work, [method for _, method in solver.of_stages(HEAD_STAGES)])
             gradients = work.gradients
         else:
             work.seen = first.seen
@@ -117,12 +118,8 @@ def solve_head(solver: BlockSolver) -> SolvedBlock:
     stored = weight_tensors(scheme, weight, first.dtype_of(name))
     if gathered.input_scale is not None:
         stored["input_scale"] = gathered.input_scale.cpu()
-    row = module_row(
-        name,
-        (weight.q.shape[0], weight.q.shape[1]),
-        gathered.found.ratios,
-        gathered.before.ratios,
-    )
+    rows, columns = weight.q.shape
+    row = module_row(name, (rows, columns), gathered.found.ratios, gathered.before.ratios)
     record = BlockRecord(
         entries=tuple(_joined(gathered, row)),
         events=tuple(gathered.events),
@@ -158,23 +155,6 @@ def _pieces(solver: BlockSolver) -> Iterator[BlockWork]:
             schemes={name: plan.schemes[name]},
             targets=(name,),
         )
-
-
-def _see(solver: BlockSolver, work: BlockWork) -> None:
-    """Learn of the head's input, from the samples or from what an earlier run saw."""
-    if solver.artifact is not None:
-        with solver.watch.phase("load"):
-            solver.artifact.give(work)
-        return
-    if solver.gradients is not None:
-        work.gradients = solver.gradients(work.block.name)
-    hessians, counted = solver.recipe.statistics.hessians is True, solver.schedule.counts(0)
-    with solver.watch.phase("observe"):
-        methods = [method for _, method in solver.of_stages(HEAD_STAGES)]
-        observe(work, methods, histograms=counted, hessians=hessians)
-    if solver.keep is not None:
-        with solver.watch.phase("write"):
-            solver.keep(work, "")
 
 
 def _solve_piece(solver: BlockSolver, work: BlockWork, gathered: _Solved) -> None:

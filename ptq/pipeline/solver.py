@@ -7,7 +7,7 @@ load a block -> run the samples -> method by method: prepare, observe, solve, co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
 from formats.memory import peak_rss_bytes
 from formats.scale_table import ScaleEntry
-from ptq.methods.common.block import BlockWork
+from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import config_of
 from ptq.methods.common.method import Method
@@ -143,7 +143,12 @@ class BlockSolver:
             self.team.take(work.block)
             if self.gradients is not None:
                 work.gradients = self.gradients(work.block.name)
-        outputs, baseline = self._see(work)
+        outputs = self.see(work, self.methods, self.team)
+        if self.artifact is not None:
+            for method in self.methods:
+                method.prepare(work)
+        with self.watch.phase("measure"):
+            baseline = self._compared(work, "rounding", round_to_nearest)
         seen, found = Statistics(), {}  # which the artifact keeps
         seen.update(work.seen.statistics)
         for i, (spec, method) in enumerate(zip(self.specs, self.methods, strict=True)):
@@ -154,9 +159,11 @@ class BlockSolver:
                 if method.folds:
                     self.team.take(work.block)
             if i + 1 in self.schedule.passes:
-                seen.update(self._see_again(work, i + 1).marked(spec.name))
+                self.see(work, self.methods[i + 1 :], self.team, i + 1)
+                seen.update(work.seen.statistics.marked(spec.name))
         with self.watch.phase("measure"):
-            rows = module_rows(work, baseline, self._measured(work))
+            lost = self._compared(work, "measuring", lambda part: part.quantized)
+            rows = module_rows(work, baseline, lost)
         solved = self._solved(work, rows, begin)
         solved.statistics, solved.found = seen, found
         with self.watch.phase("forward"):
@@ -164,43 +171,41 @@ class BlockSolver:
             self.team.leave()
         return solved
 
-    def _see(self, work: BlockWork) -> tuple[list[Tensor], dict[str, Ratios]]:
-        """Learn of an original block: its outputs, and what rounding alone would lose."""
-        outputs: list[Tensor] = []
+    def see(
+        self, work: BlockWork, methods: Sequence[Method], team: Team | None = None, first: int = 0
+    ) -> list[Tensor]:
+        """Learn of a block as it is, from the samples or from what an earlier run saw.
+
+        Args:
+            methods: Those that see the samples.
+            team: Devices that have the block; its own alone by default.
+            first: How many methods have changed it before.
+
+        Returns:
+            The block's output for each sample, if they ran.
+        """
+        stage = self.specs[first - 1].name if first else ""
         if self.artifact is not None:
             with self.watch.phase("load"):
-                self.artifact.give(work)
-            for method in self.methods:
-                method.prepare(work)
-        else:
-            outputs = self._observe(work, 0)
-        with self.watch.phase("measure"):
-            return outputs, self._baseline(work)
+                self.artifact.give(work, stage)
+            return []
+        hessians, counted = self.recipe.statistics.hessians is True, self.schedule.counts(first)
+        with self.watch.phase("observe"):
+            outputs = observe(work, methods, histograms=counted, hessians=hessians, team=team)
+        if self.keep is not None:
+            with self.watch.phase("write"):
+                self.keep(work, stage)
+        return outputs
 
-    def _baseline(self, work: BlockWork) -> dict[str, Ratios]:
-        """What rounding alone would lose of each layer."""
-
-        def rounded(part: BlockWork) -> dict[str, Ratios]:
-            return measure(part, round_to_nearest(part))
-
-        return _joined(self.team.over_layers(work, "rounding", rounded))
-
-    def _measured(self, work: BlockWork) -> dict[str, Ratios]:
-        """What each solved layer has lost."""
-
-        def solved(part: BlockWork) -> dict[str, Ratios]:
-            return measure(part, part.quantized)
-
-        return _joined(self.team.over_layers(work, "measuring", solved))
-
-    def _see_again(self, work: BlockWork, first: int) -> Statistics:
-        """Learn of a block after a method has changed it, for the methods from `first` on."""
-        if self.artifact is not None:
-            with self.watch.phase("load"):
-                self.artifact.give(work, self.specs[first - 1].name)
-        else:
-            self._observe(work, first)
-        return work.seen.statistics
+    def _compared(
+        self,
+        work: BlockWork,
+        what: str,
+        layers: Callable[[BlockWork], Mapping[str, QuantizedLinear]],
+    ) -> dict[str, Ratios]:
+        """What quantized layers of a block lose, each by itself."""
+        parts = self.team.over_layers(work, what, lambda part: measure(part, layers(part)))
+        return {name: ratios for part in parts for name, ratios in part.items()}
 
     def _decide(self, work: BlockWork, spec: MethodSpec, method: Method) -> None:
         """Let a method solve a block, or take what it found in an earlier run."""
@@ -208,23 +213,6 @@ class BlockSolver:
             self.artifact.recall(work, spec, method)
         else:
             self.team.solve(work, method, spec.name)
-
-    def _observe(self, work: BlockWork, first: int) -> list[Tensor]:
-        """Run the samples for the methods from `first` on; returns the block's outputs."""
-        hessians = self.recipe.statistics.hessians is True
-        counted = self.schedule.counts(first)
-        with self.watch.phase("observe"):
-            outputs = observe(
-                work,
-                self.methods[first:],
-                histograms=counted,
-                hessians=hessians,
-                team=self.team,
-            )
-        if self.keep is not None:
-            with self.watch.phase("write"):
-                self.keep(work, self.specs[first - 1].name if first else "")
-        return outputs
 
     def _solved(self, work: BlockWork, rows: list[ModuleRow], begin: float) -> SolvedBlock:
         """What the checkpoint and the record get of a solved block."""
@@ -246,7 +234,7 @@ class BlockSolver:
         entries += of_sinks
         record = BlockRecord(
             entries=tuple(entries),
-            events=(*work.events, *map(_clipping_event, filter(_clips_much, entries))),
+            events=(*work.events, *_clipping(entries)),
             smoothing=tuple(work.smoothing),
             modules=tuple(rows),
             schemes={n: s for n, s in work.schemes.items() if s != self.plan.schemes[n]},
@@ -265,14 +253,10 @@ class BlockSolver:
         return peak_rss_bytes()
 
 
-def _joined(parts: Sequence[dict[str, Ratios]]) -> dict[str, Ratios]:
-    return {name: ratios for part in parts for name, ratios in part.items()}
-
-
-def _clips_much(entry: ScaleEntry) -> bool:
-    return entry.role != "weight" and entry.clip_fraction >= CLIPPING_EVENT
-
-
-def _clipping_event(entry: ScaleEntry) -> Event:
-    message = f"{entry.statistic} clips {entry.clip_fraction:.2%} of the values of {entry.tensor}"
-    return Event(module=entry.module, kind="clipping", message=message)
+def _clipping(entries: Iterable[ScaleEntry]) -> Iterator[Event]:
+    """An event for each input or cache of which a scale cuts off much."""
+    for entry in entries:
+        if entry.role != "weight" and entry.clip_fraction >= CLIPPING_EVENT:
+            share = f"{entry.clip_fraction:.2%}"
+            message = f"{entry.statistic} clips {share} of the values of {entry.tensor}"
+            yield Event(module=entry.module, kind="clipping", message=message)
