@@ -23,7 +23,7 @@ LIMITS = {
     "lines of source": 105_260,
     "files of source": 602,
     "lines of imports, in 1,000 lines of code": 86,
-    "crowded classes": 5,
+    "crowded classes": 4,
     "functions over 60 lines": 20,
     "files over 400 lines": 9,
     "odd words": 42,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -144,22 +145,19 @@ class GpuWeight(ABC):
         product = Product(x, x_scale, out, workspace, sorted_rows)
         tile = tile or self.tile(x, dtype, sorted_rows)
         if tile is not None and tile.persistent and rows:
-            if self._launched_many(product, tile):
-                return out
+            require(
+                capability() == 90 and sorted_rows is None,
+                f"{tile} is for sm_90, and for rows of one weight; this is sm_{capability()}",
+            )
+            many = partial(self.launch_many, product, tile)
+            if run_gluon(f"{self.family} of many rows", many):
+                return out  # else this Triton refuses it
             tile = self.plain_tile(x, dtype, sorted_rows)
         if tile is None:
             return self.by_library(x, x_scale, dtype)
         if rows:
             self.launch(product, tile)
         return out
-
-    def _launched_many(self, product: Product, tile: Tile) -> bool:
-        """Run the kernel for many rows on Hopper; False where this Triton refuses it."""
-        require(
-            capability() == 90 and product.sorted_rows is None,
-            f"{tile} is for sm_90, and for rows of one weight; this is sm_{capability()}",
-        )
-        return run_gluon(f"{self.family} of many rows", lambda: self.launch_many(product, tile))
 
     @abstractmethod
     def check(self, x: Tensor, x_scale: Tensor | None) -> None:
