@@ -12,7 +12,7 @@ form for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -32,89 +32,68 @@ KINDS = {leaf: kind for kind, leaf in LEAVES.items()}
 _LAYER = re.compile(r"(.*\.experts)\.(\d+)\.([^.]+)\.([^.]+)")
 
 
+Place = tuple[str, str, Sequence[str]]  # a parameter, its kind, and the tensors that it is made of
+
+
 class ExpertStacks:
-    """Layers of experts that wait until all of a parameter are there.
+    """Tensors of experts that wait until all of a parameter are there.
 
     Args:
-        names: The family's mixture, whose experts alternate.
+        mixture: The family's, whose experts alternate; None where nothing is declared: floats,
+            one below the other.
     """
 
-    def __init__(self, names: Mixture, config: Mapping[str, Any]) -> None:
-        self._names, self._config = names, config
-        self._waiting: dict[str, dict[tuple[int, str], tuple[str, Tensor]]] = {}
-
-    def takes(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor belongs in a parameter of all experts."""
-        match = _LAYER.fullmatch(name)
-        if match is None or match[4] not in KINDS:
-            return False
-        return tensor.dtype in FLOATS if match[4] in ("weight", "bias") else _is_mxfp4(tensor)
-
-    def add(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A parameter, if this was the last of its layers."""
-        match = _LAYER.fullmatch(name)
-        assert match is not None
-        experts, number, leaf, kind = match[1], int(match[2]), match[3], KINDS[match[4]]
-        layer = self._names.expert
-        stacked, leaves = ("down_proj", (layer.down,))
-        if leaf != layer.down:
-            stacked, leaves = "gate_up_proj", layer.gate_up
-        stored = f"{experts}.{stacked}{kind}"
-        waiting = self._waiting.setdefault(stored, {})
-        waiting[number, leaf] = name, tensor
-        count = size_in(self._config, self._names.count)
-        if len(waiting) == count * len(leaves):
-            del self._waiting[stored]
-            parts = [[waiting[i, leaf][1] for leaf in leaves] for i in range(count)]
-            yield stored, _stacked(parts, kind)
-
-    def rest(self) -> Iterator[tuple[str, Tensor]]:
-        """What waits in vain, by the names that it was added by: other layers have other forms."""
-        for waiting in self._waiting.values():
-            yield from waiting.values()
-        self._waiting = {}
-
-
-class FoundStacks:
-    """Layers of experts, of a family without a declaration, that wait likewise, in float."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
+    def __init__(self, config: Mapping[str, Any], mixture: Mixture | None) -> None:
+        self._config, self._mixture = config, mixture
         self._waiting: dict[str, dict[str, Tensor]] = {}
 
     @cached_property
     def _parameters(self) -> dict[str, str]:
-        """The parameter that holds each layer's weight."""
+        """The parameter that holds each layer's weight, where nothing is declared."""
         return {name: own for own, names in stacks_of(self._config).items() for name in names}
 
-    def takes(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor belongs in a parameter of all experts."""
-        found = tensor.dtype in FLOATS and expert_of(name) is not None
-        return found and name in self._parameters
+    def place(self, name: str, tensor: Tensor) -> Place | None:
+        """Where a tensor belongs; None where that is in no parameter of all experts."""
+        floats, match = tensor.dtype in FLOATS, _LAYER.fullmatch(name)
+        if self._mixture is None:
+            own = self._parameters.get(name) if floats and expert_of(name) is not None else None
+            return None if own is None else (own, "", stacks_of(self._config)[own])
+        if match is None or match[4] not in KINDS:
+            return None
+        experts, _, leaf, kind = match.groups()
+        if not (floats if kind in ("weight", "bias") else tensor.dtype == torch.uint8):
+            return None
+        stacked, leaves = "gate_up_proj", self._mixture.expert.gate_up
+        if leaf == self._mixture.expert.down:
+            stacked, leaves = "down_proj", (leaf,)
+        numbers = range(size_in(self._config, self._mixture.count))
+        names = [f"{experts}.{number}.{own}.{kind}" for number in numbers for own in leaves]
+        return f"{experts}.{stacked}{KINDS[kind]}", KINDS[kind], names
 
-    def add(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A parameter, if this was the last of its layers."""
-        parameter = self._parameters[name]
-        waiting, names = self._waiting.setdefault(parameter, {}), stacks_of(self._config)[parameter]
+    def add(self, place: Place, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A parameter, if this was the last of its tensors."""
+        parameter, kind, names = place
+        waiting = self._waiting.setdefault(parameter, {})
         waiting[name] = tensor
         if len(waiting) == len(names):
             del self._waiting[parameter]
-            count = len({expert_of(layer) for layer in names})
-            yield parameter, torch.cat([waiting[n] for n in names]).unflatten(0, (count, -1))
+            parts, count = [waiting[own] for own in names], len(set(map(expert_of, names)))
+            if self._mixture is None:
+                yield parameter, torch.cat(parts).unflatten(0, (count, -1))
+            else:
+                yield parameter, _alternating(parts, count, kind)
 
     def rest(self) -> Iterator[tuple[str, Tensor]]:
-        """What waits in vain, as other experts are quantized."""
+        """What waits in vain, by the names that it was added by: other layers have other forms."""
         for waiting in self._waiting.values():
             yield from waiting.items()
         self._waiting = {}
 
 
-def _is_mxfp4(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.uint8
-
-
-def _stacked(experts: list[list[Tensor]], kind: str) -> Tensor:
+def _alternating(parts: Sequence[Tensor], count: int, kind: str) -> Tensor:
     """Layers' tensors [outputs, ...] as the parameter of all, outputs of each expert in turn."""
+    size = len(parts) // count
+    experts = (parts[i : i + size] for i in range(0, len(parts), size))
     own = torch.stack([torch.stack(layers, dim=1).flatten(0, 1) for layers in experts])
     if kind == "":
         return own.mT.contiguous()
@@ -135,10 +114,8 @@ class MergedLayers:
         self._whole = {part: whole for whole, parts in self._parts.items() for part in parts}
         self._waiting: dict[str, dict[str, Tensor]] = {}
         mixture = family.mixture if family is not None else None
-        alternating = mixture is not None and mixture.alternating
-        self._stacks = ExpertStacks(mixture, config) if mixture and alternating else None
-        if family is None:
-            self._stacks = FoundStacks(config)
+        stacked = family is None or (mixture is not None and mixture.alternating)
+        self._stacks = ExpertStacks(config, mixture) if stacked else None
 
     def stored_name(self, module: str) -> str:
         """Full name of the layer on disk that a linear layer is, or is a part of."""
@@ -160,8 +137,9 @@ class MergedLayers:
         Raises:
             CheckpointError: the parts have a scale for all rows each, and these differ.
         """
-        if self._stacks is not None and self._stacks.takes(name, tensor):
-            yield from self._stacks.add(name, tensor)
+        place = None if self._stacks is None else self._stacks.place(name, tensor)
+        if self._stacks is not None and place is not None:
+            yield from self._stacks.add(place, name, tensor)
             return
         module, _, leaf = name.rpartition(".")
         whole = self.stored_name(module)
