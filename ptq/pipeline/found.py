@@ -25,7 +25,6 @@ from ptq.recipe.schema import Recipe
 
 SETTINGS = ("methods", "scheme", "layers", "observers")  # keys of a recipe
 HEADER = "ptq_found"
-ByMethod = Mapping[str, Mapping[str, Tensor]]  # what methods found in a block, by method and name
 
 
 @dataclass(frozen=True)

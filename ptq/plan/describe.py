@@ -182,10 +182,10 @@ def explain(plan: Plan, pattern: str | None = None) -> Iterator[str]:
     chosen = [m for m in plan.modules if pattern is None or matches(m.name, pattern)]
     for experts in _alike(chosen):
         first, several = experts[0], len(experts) > 1
-        name, count = (_starred(first.name), f", {len(experts)} times") if several else ("", "")
+        name, count = (any_expert(first.name), f", {len(experts)} times") if several else ("", "")
         yield f"{name or first.name}  {first.shape[0]} x {first.shape[1]}{count}"
         for i, step in enumerate(steps(plan, first), 1):
-            yield f"  {i}. {_starred(step) if several else step}"
+            yield f"  {i}. {any_expert(step) if several else step}"
     for block, attention in zip(plan.blocks, plan.attentions, strict=True):
         cache = plan.recipe.cache_of(block)
         if attention is None or cache is None:
@@ -199,13 +199,9 @@ def _alike(modules: Iterable[ModulePlan]) -> Iterable[list[ModulePlan]]:
     """The same layer of all experts of a block that share their fate, and every other one alone."""
     groups: dict[tuple[object, ...], list[ModulePlan]] = {}
     for module in modules:
-        key = (_starred(module.name), module.shape, module.action, module.reason)
+        key = (any_expert(module.name), module.shape, module.action, module.reason)
         groups.setdefault(key, []).append(module)
     return groups.values()
-
-
-def _starred(text: str) -> str:
-    return any_expert(text)
 
 
 def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:

@@ -17,12 +17,11 @@ from formats.families.names import split_name
 from formats.families.sizes import may_centre
 from formats.modeling.layers import cached, structure_of
 from formats.scheme import GROUP_SIZES, WeightSpec
+from ptq.methods.common.method import first_names
 from ptq.plan.modules import ModulePlan
 from ptq.recipe.problems import Where
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
-
-TOLD = 3  # names of layers in a message
 
 
 def check_modules(
@@ -54,9 +53,8 @@ def _check_head(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[tuple
         spec, entry = recipe.scheme_of(module.name).weights, recipe.entry_of(module.name)
         outside = module.action == "quantize" and split_name(module.name) is None
         if outside and spec is not None and spec.block[0] == -1:
-            key: Key = ("scheme", "weights", "granularity")
             yield (
-                key if entry is None else ("layers", entry, *key),
+                _key(entry, "granularity"),
                 f"{spec.granularity} does not fit {module.name}, which is solved some rows at a "
                 f"time; give it a scheme with scales per channel in layers, such as "
                 f"{{match: [{module.name}], scheme: fp8_channel}}",
@@ -75,7 +73,7 @@ def _check_fused(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[tupl
         if fault is not None:
             found.setdefault(fault, []).append(group)
     for (key, fault), (first, *others) in found.items():
-        more = f", here and in {len(others)} more: {_some(others)}" if others else ""
+        more = f", here and in {len(others)} more: {first_names(others)}" if others else ""
         yield key, f"{first} fuses {fault}{more}"
 
 
@@ -118,34 +116,38 @@ def _check_divisible(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[
         if module.action == "quantize":
             by_entry.setdefault(recipe.entry_of(module.name), []).append(module)
     for entry, members in by_entry.items():
-        scheme = recipe.scheme if entry is None else recipe.layers[entry].scheme
-        key: Key = ("scheme", "weights")
-        if scheme.weights is not None:
-            key = key if entry is None else ("layers", entry, *key)
-            yield from _check_groups(key, scheme.weights, members)
-            yield from _check_words(key, scheme.weights, members)
-            if scheme.weights.float_zeros and not scheme.weights.super_blocks:
+        spec = recipe.scheme_of(members[0].name).weights
+        if spec is not None:
+            yield from _check_groups(entry, spec, members)
+            yield from _check_words(entry, spec, members)
+            if spec.float_zeros and not spec.super_blocks:
                 yield (
-                    (*key, "zero_points"),
+                    _key(entry, "zero_points"),
                     "float zero points are those of .gguf files, and methods solve integer ones; "
                     "set zero_points: integer, or two_level: true for those of Q4_K",
                 )
 
 
+def _key(entry: int | None, leaf: str) -> Key:
+    """Where a recipe says it of its weights: in `scheme`, or in an entry of `layers`."""
+    key: Key = ("scheme", "weights", leaf)
+    return key if entry is None else ("layers", entry, *key)
+
+
 def _check_groups(
-    key: Key, spec: WeightSpec, members: Sequence[ModulePlan]
+    entry: int | None, spec: WeightSpec, members: Sequence[ModulePlan]
 ) -> Iterator[tuple[Key, str]]:
     size = spec.block[1]
     uneven = [m for m in members if spec.granularity == "group" and m.shape[1] % size]
     if not uneven:
         return
     fits = [n for n in GROUP_SIZES[spec.dtype] if not any(m.shape[1] % n for m in members)]
-    names = _some([f"{m.name} ({m.shape[1]})" for m in uneven])
+    names = first_names([f"{m.name} ({m.shape[1]})" for m in uneven])
     ways = ["auto takes what fits each layer"] if fits or spec.dtype != "fp4_e2m1" else []
     ways += [] if fits else [_ignoring(uneven)]
     verb = "divides" if len(fits) == 1 else "divide"
     yield (
-        (*key, "group_size"),
+        _key(entry, "group_size"),
         f"{size} does not divide the inputs of {len(uneven)} of {len(members)} layers: {names}; "
         f"{' and '.join(map(str, fits)) or 'no group size'} {verb if fits else 'divides'} all "
         f"inputs: {', or '.join(ways)}",
@@ -153,24 +155,18 @@ def _check_groups(
 
 
 def _check_words(
-    key: Key, spec: WeightSpec, members: Sequence[ModulePlan]
+    entry: int | None, spec: WeightSpec, members: Sequence[ModulePlan]
 ) -> Iterator[tuple[Key, str]]:
     word = 32 // spec.bits
     uneven = [m for m in members if not spec.symmetric and m.shape[0] % word]
     if uneven and not spec.float_zeros:
-        names = _some([f"{m.name} ({m.shape[0]})" for m in uneven])
+        names = first_names([f"{m.name} ({m.shape[0]})" for m in uneven])
         yield (
-            (*key, "symmetric"),
+            _key(entry, "symmetric"),
             f"zero points are packed {word} a word, which does not divide the outputs of "
             f"{len(uneven)} of {len(members)} layers: {names}; use symmetric: true, or "
             f"{_ignoring(uneven)}",
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
-    return f"{', '.join(names[:TOLD])}{more}"
 
 
 def _ignoring(modules: Sequence[ModulePlan]) -> str:
@@ -195,9 +191,8 @@ def _check_stored_merged(
             continue
         rows = spec.block[0]
         if rows != 1 and (rows == -1 or module.shape[0] % rows):
-            key: Key = ("scheme", "weights", "granularity")
             yield (
-                key if entry is None else ("layers", entry, *key),
+                _key(entry, "granularity"),
                 f"{spec.granularity} does not fit {module.fused_group}: this family stores "
                 f"{module.name.rpartition('.')[2]} of {module.shape[0]} rows as a part of it. Use "
                 "per_channel or group",

@@ -103,17 +103,7 @@ def plan_modules(
     kept_reason = _kept_reasons(recipe, config)
     for name, shape in shapes.items():
         kept = None if name in inside else "outside of the decoder blocks"
-        kept = kept or kept_reason(name)
-        if name in stored:
-            kept = f"{stored[name].text}, as they were published"
-        left = "stored" if name in stored else "float"
-        yield ModulePlan(
-            name=name,
-            action=left if kept else "quantize",
-            reason=kept or recipe.scheme_of(name).text,
-            shape=shape,
-            fused_group=merged.get(name),
-        )
+        yield _fate(recipe, name, shape, merged, kept or kept_reason(name), stored)
 
 
 def plan_predicting(recipe: Recipe, model: FloatModel) -> Iterator[ModulePlan]:
@@ -135,15 +125,24 @@ def plan_predicting(recipe: Recipe, model: FloatModel) -> Iterator[ModulePlan]:
             like = predicting_twin(config, layer, name)
             kept = "around the block of a layer that predicts further tokens"
             kept = kept if like is None else kept_reason(name, like)
-            if name in stored:
-                kept = f"{stored[name].text}, as they were published"
-            yield ModulePlan(
-                name=name,
-                action=("stored" if name in stored else "float") if kept else "quantize",
-                reason=kept or recipe.scheme_of(name).text,
-                shape=shape,
-                fused_group=merged.get(name),
-            )
+            yield _fate(recipe, name, shape, merged, kept, stored)
+
+
+def _fate(
+    recipe: Recipe,
+    name: str,
+    shape: Shape,
+    merged: Mapping[str, str],
+    kept: str | None,
+    stored: Mapping[str, LayerScheme],
+) -> ModulePlan:
+    """What happens to a layer: `kept` says why it stays in float, if it does."""
+    action, reason = "float" if kept else "quantize", kept or recipe.scheme_of(name).text
+    if name in stored:
+        action, reason = "stored", f"{stored[name].text}, as they were published"
+    return ModulePlan(
+        name=name, action=action, reason=reason, shape=shape, fused_group=merged.get(name)
+    )
 
 
 def _kept_reasons(recipe: Recipe, config: Mapping[str, Any]) -> Callable[..., str | None]:

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from calibrate.data import TokenSet, load_tokens
+from calibrate.data import TokenSet
 from formats.files import building_directory, write_bytes
-from formats.tokenizer import load_tokenizer
 from inference.bench.figures import environment
 from inference.engine import Engine
 from ptq.output import REPORT_FOLDER
 from ptq.peers.measure import PeersRecord, measure_peers
 from ptq.plan.plan import Plan
+from ptq.plan.preflight import read_data
 from ptq.report.advice import Advice, advise, shares_of, weakest
 from ptq.report.attribution import Attribution
 from ptq.report.data import ReportData
@@ -211,9 +211,7 @@ def measure_only_peers(plan: Plan, *, progress: bool = True) -> PeersRecord:
         CheckpointError: the model is damaged.
     """
     recipe = plan.recipe
-    tokenizer = load_tokenizer(recipe.model.folder)
-    calibration = load_tokens(recipe.dataset, tokenizer, "calibration")
-    evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
+    calibration, evaluation = read_data(recipe).values()
     original = Engine.from_pretrained(recipe.model.folder, config=engine_config(evaluation, None))
     return PeersRecord(
         model=plan.model,
