@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from formats.documents import read_document
 from formats.errors import CheckpointError
@@ -116,35 +117,31 @@ def certificate_of(rows: Rows, made: Made, limit: tuple[float, str]) -> Certific
 
 def made_now(
     folders: tuple[Path, Path],
-    given: tuple[str, Path | None],
-    sizes: tuple[LevelName, int, str, bool],
+    prompts: Path | None,
     since: tuple[float, float],
+    *,
+    device: str,
+    **given: Any,
 ) -> Made:
     """Where a certificate comes from that ends now.
 
     Args:
         folders: Of the original and of the checkpoint.
-        given: The original and the prompts, as they were given.
-        sizes: The level, the seed, the device, and whether that gives the same digits again.
         since: When it began, in seconds of the clock and of the processor.
+        given: What else `Made` has: how it was asked for.
     """
-    against, prompts = given
-    level, seed, device, invariant = sizes
     return Made(
         when=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         version=version(),
         environment=environment(device),
         device=device,
-        level=level,
-        seed=seed,
         prompts=None if prompts is None else str(prompts),
         prompts_sha256=None if prompts is None else sha256_file(prompts),
-        against=against,
         against_config=sha256_file(folders[0] / CONFIG),
         weights=weight_hashes(folders[1]),
         seconds=round(time.monotonic() - since[0], 1),
         processor_seconds=round(time.process_time() - since[1], 1),
-        invariant=invariant,
+        **given,
     )
 
 

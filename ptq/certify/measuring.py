@@ -215,8 +215,8 @@ def certify(
     setting = open_setting(folders, level, seed, prompts, device)
     pair = open_pair(folders, setting, device)
     rows = measure(pair, setting, progress=progress)
-    sizes = level, seed, device, pair.quantized.config.invariant
-    made = made_now(folders, (str(against), prompts), sizes, since)
+    given = {"against": str(against), "level": level, "seed": seed, "device": device}
+    made = made_now(folders, prompts, since, invariant=pair.quantized.config.invariant, **given)
     noise = rounding_noise(device, pair.original.checkpoint.config)
     found = certificate_of(rows, made, kl_limit(folder, noise))
     named = folder.absolute()
