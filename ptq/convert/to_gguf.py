@@ -230,14 +230,13 @@ def _tensor(
     modules = [HEAD if shared else member.rpartition(".")[0] for member in members]
     stacked = name.endswith("_exps.weight")
     columns = source.weight_shape(modules[0])[-1] if name.endswith(".weight") else 0
-    shapes = [
-        _shape(source, member, module) for member, module in zip(members, modules, strict=True)
-    ]
+    weights = members[0].endswith(".weight")
+    shapes = list(map(source.weight_shape, modules) if weights else map(source.shape, members))
     first = shapes[0]
     rows = sum(own[0] for own in shapes)
     shape = (len(members), *first) if stacked else (rows, *first[1:])
     order, lost = _order(modules[0], first[0], counts), 0
-    if members[0].endswith(".weight") and modules[0] in quantized:
+    if weights and modules[0] in quantized:
         spec = source.scheme_of(modules[0]).weights
         assert spec is not None
         kind = _kind(spec, columns)
@@ -256,12 +255,6 @@ def _tensor(
         return np.stack(made) if stacked else np.concatenate(made)
 
     return FileTensor(name, kind, shape, read, lost)
-
-
-def _shape(source: Checkpoint, name: str, module: str) -> tuple[int, ...]:
-    if name.endswith(".weight") and module in source.quantized_modules:
-        return source.weight_shape(module)
-    return source.shape(name)
 
 
 def _order(module: str, rows: int, counts: dict[str, int]) -> np.ndarray | None:
