@@ -15,6 +15,7 @@ import hashlib
 import math
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -28,9 +29,9 @@ from formats.families.registry import predicting_layer, predicting_patterns
 from formats.files import replace_file
 from formats.memory import peak_rss_bytes
 from formats.modeling.layers import stored_names
-from formats.scale_table import ScaleEntry, ScaleTable
+from formats.scale_table import ScaleTable
 from formats.tokenizer import load_tokenizer
-from ptq.methods.common.events import Event, SmoothingRow
+from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import LEFT_OUT, FloatModelView, kept_layers
 from ptq.output import CHECKPOINT_FOLDER, RECIPE_FILE, RESULT_FILE, RESUME_FOLDER, STATISTICS_FILE
 from ptq.pipeline.artifact import (
@@ -50,20 +51,14 @@ from ptq.pipeline.head import solve_head
 from ptq.pipeline.key import gradients_key, key_of, run_facts, seen_key
 from ptq.pipeline.live import LiveTable
 from ptq.pipeline.predicting import solve_predicting
-from ptq.pipeline.resume import ResumableRun, SolvedBlock, discard
+from ptq.pipeline.resume import BlockRecord, ResumableRun, SolvedBlock, discard
 from ptq.pipeline.solvable import check_solvable
 from ptq.pipeline.solver import BlockSolver
 from ptq.pipeline.writing import BackgroundWriter
 from ptq.plan.modules import head_weight, shard_bytes
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
-from ptq.result import (
-    BlockRow,
-    CalibrationSummary,
-    ModuleRow,
-    QuantizationResult,
-    Stopwatch,
-)
+from ptq.result import CalibrationSummary, QuantizationResult, Stopwatch
 from ptq.text import typed_path
 
 
@@ -178,12 +173,9 @@ class _Driver:
         self.background = BackgroundWriter()
         self.statistics = Statistics()
         self.found: dict[str, dict[str, dict[str, Tensor]]] = {}
-        self.entries: list[ScaleEntry] = []
         left_out = self.model.left_out if isinstance(self.model, FloatModelView) else ()
-        self.events = [Event(module=n, kind="left_out", message=LEFT_OUT) for n in left_out]
-        self.smoothing: list[SmoothingRow] = []
-        self.modules: list[ModuleRow] = []
-        self.costs: list[BlockRow] = []
+        events = (Event(module=n, kind="left_out", message=LEFT_OUT) for n in left_out)
+        self.records = [BlockRecord(events=tuple(events))]
         self.table = LiveTable(shown=False, blocks=(), layers=())
 
     def run(self, sequences: list[Tensor], *, force: bool, progress: bool) -> ScaleTable:
@@ -218,7 +210,7 @@ class _Driver:
                 self._block(index, name, writer)
             for name, solved in solve_predicting(self.plan, self.model, self.device):
                 self._emit(writer, name, solved)
-            table = ScaleTable(entries=tuple(self.entries))
+            table = ScaleTable(entries=self._rows("entries"))
             with self.watch.phase("write"):
                 self.background.wait()
                 writer.finish(table)
@@ -233,7 +225,12 @@ class _Driver:
                 "of an ordinary one; a static scale of its layer serves others badly. Scale this "
                 "layer by token"
             )
-            self.events.append(Event(module=name, kind="outlier_token", message=message))
+            event = Event(module=name, kind="outlier_token", message=message)
+            self.records.append(BlockRecord(events=(event,)))
+
+    def _rows(self, kind: str) -> tuple[Any, ...]:
+        """All rows of a kind, by its name in `BlockRecord`."""
+        return tuple(row for record in self.records for row in getattr(record, kind))
 
     def result(self, table: ScaleTable) -> QuantizationResult:
         """Write what is beside the checkpoint; returns the outcome."""
@@ -249,10 +246,10 @@ class _Driver:
             seconds=self.watch.seconds(),
             peak_rss_bytes=peak_rss_bytes(),
             calibration=self.calibration,
-            events=tuple(self.events),
-            smoothing=tuple(self.smoothing),
-            modules=tuple(self.modules),
-            blocks=tuple(self.costs),
+            events=self._rows("events"),
+            smoothing=self._rows("smoothing"),
+            modules=self._rows("modules"),
+            blocks=tuple(own.cost for own in self.records if own.cost is not None),
             resumed_blocks=self.resumed,
             model_key=seen_key(self.recipe, self.model),
             sink_tokens=self.solver.sinks,
@@ -344,10 +341,6 @@ class _Driver:
         writer.set_schemes(solved.record.schemes)
         self.statistics.merge(solved.statistics)
         self.found[name] = solved.found
-        self.entries += solved.record.entries
-        self.events += solved.record.events
-        self.smoothing += solved.record.smoothing
-        self.modules += solved.record.modules
+        self.records.append(solved.record)
         if solved.record.cost is not None:
-            self.costs.append(solved.record.cost)
             self.table.add(solved.record.modules, solved.record.entries, solved.record.cost)
