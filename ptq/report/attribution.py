@@ -277,8 +277,8 @@ def _kinds(quantized: Engine) -> Iterator[tuple[str, Put, range]]:
 
     Blocks of transformers' own code are exchanged as a whole: their layers are of no kinds here.
     """
-    named = quantized_linears(quantized.checkpoint)
-    roles = {role_of(name) for name in named if isinstance(quantized.model, Decoder)}
+    named = quantized.checkpoint.quantized_modules if isinstance(quantized.model, Decoder) else ()
+    roles = set(map(role_of, named))
     takes: dict[tuple[str, ...], Put] = {
         ("q", "k", "v", "q_a", "kv_a"): lambda f, q: replace(f, qkv=q.qkv),
         ("q_b", "kv_b"): lambda f, q: replace(f, latent=q.latent),
@@ -297,11 +297,6 @@ def _head(checkpoint: Checkpoint) -> str:
     """What the quantized head is called, with the embedding that it may be, too."""
     name = head_name(checkpoint.config)
     return f"{name} and embedding" if checkpoint.shares_head else name
-
-
-def quantized_linears(checkpoint: Checkpoint) -> list[str]:
-    """Full names of the layers that are quantized."""
-    return [name for name in checkpoint.quantized_modules if role_of(name) is not None]
 
 
 def _with(layer: AnyLayer, part: str, source: AnyLayer) -> AnyLayer:

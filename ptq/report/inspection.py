@@ -23,6 +23,8 @@ from ptq.methods.common.float_model import values_of
 from ptq.output import STATISTICS_FILE
 from ptq.text import decibel, matches, scale_text, size_text
 
+OF_TOKENS = ("median token", "at position", "sinks")  # heads of what weights have not
+
 
 class OutlierRow(Strict):
     """The largest channels of one tensor against its median channel.
@@ -51,6 +53,19 @@ class OutlierRow(Strict):
     token_median: float | None = None
     peak_position: int = -1
     sinks: float | None = None
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Its figures for a person, by the heads of a table."""
+        return {
+            "largest": f"{self.absmax:.4g}",
+            "median channel": f"{self.median:.4g}",
+            "ratio": "" if self.ratio is None else f"{self.ratio:.1f}",
+            "channels": ", ".join(map(str, self.channels)),
+            "median token": "" if self.token_median is None else f"{self.token_median:.4g}",
+            "at position": "" if self.peak_position < 0 else str(self.peak_position),
+            "sinks": "" if self.sinks is None else f"{self.sinks:.4g}",
+        }
 
 
 def outlier_row(module: str, role: str, channel_absmax: Tensor, top: int = 3) -> OutlierRow:
@@ -306,6 +321,11 @@ def describe(found: Inspection, top: int) -> list[str]:
     return lines[:-1]
 
 
+def _outlier_row(row: OutlierRow) -> dict[str, str]:
+    heads = [head for head in row.texts if row.role != "weight" or head not in OF_TOKENS]
+    return {"module": row.module, "of": row.role} | {head: row.texts[head] for head in heads}
+
+
 def _scale_row(row: dict[str, Any]) -> dict[str, Any]:
     """A row of the scale table without what is the same or implied in all rows."""
     low, high = row["scale_min"], row["scale_max"]
@@ -339,26 +359,6 @@ def _cache_summary(found: Inspection) -> list[str]:
                 f"layers, largest over smallest {high / low:.1f}"
             )
     return [*lines, ""] if lines else []
-
-
-def _outlier_row(row: OutlierRow) -> dict[str, Any]:
-    return {
-        "module": row.module,
-        "of": row.role,
-        "largest": f"{row.absmax:.4g}",
-        "median channel": f"{row.median:.4g}",
-        "ratio": "" if row.ratio is None else f"{row.ratio:.1f}",
-        "channels": ", ".join(map(str, row.channels)),
-    } | ({} if row.role == "weight" else _tokens(row))
-
-
-def _tokens(row: OutlierRow) -> dict[str, Any]:
-    """What a row of activations says of single tokens."""
-    return {
-        "median token": "" if row.token_median is None else f"{row.token_median:.4g}",
-        "at position": "" if row.peak_position < 0 else row.peak_position,
-        "sinks": "" if row.sinks is None else f"{row.sinks:.4g}",
-    }
 
 
 def _text(rows: Sequence[dict[str, Any]]) -> str:

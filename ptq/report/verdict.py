@@ -191,7 +191,7 @@ def summary_rows(data: ReportData) -> list[Cells]:
             f"x {a.perplexity_ratio:.4f}",
         ),
         ("mean KL (nats)", "", f"{a.kl_mean:.2g}", ""),
-        *_also_rows(data),
+        *((f"mean KL, {kind}", "", f"{own.kl_mean:.2g}", "") for kind, own in other_texts(data)),
         ("top-1 agreement", "", percent(a.top1_agreement), ""),
         ("top-5 agreement", "", percent(a.top5_agreement), ""),
     ]
@@ -210,11 +210,6 @@ def summary_rows(data: ReportData) -> list[Cells]:
             name = f"{phase} tokens/s" + (", loaded machine" if data.speed.loaded else "")
             rows.append(_ratio_row(name, before, after, lambda x: f"{x:.0f}"))
     return rows
-
-
-def _also_rows(data: ReportData) -> list[Cells]:
-    """The mean KL divergence of what else was measured."""
-    return [(f"mean KL, {kind}", "", f"{own.kl_mean:.2g}", "") for kind, own in other_texts(data)]
 
 
 def other_texts(data: ReportData) -> list[tuple[str, Accuracy]]:

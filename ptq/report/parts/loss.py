@@ -306,20 +306,10 @@ def activations_section(data: ReportData) -> Section:
 
 
 def _outliers(rows: Sequence[OutlierRow]) -> Table:
+    heads = ("largest", "median channel", "ratio", "channels", "median token", "sinks")
     return Table(
-        ("input of", "largest", "median channel", "ratio", "channels", "median token", "sinks"),
-        [
-            (
-                row.module,
-                f"{row.absmax:.4g}",
-                f"{row.median:.4g}",
-                "" if row.ratio is None else f"{row.ratio:.1f}",
-                ", ".join(map(str, row.channels)),
-                "" if row.token_median is None else f"{row.token_median:.4g}",
-                "" if row.sinks is None else f"{row.sinks:.4g}",
-            )
-            for row in rows
-        ],
+        ("input of", *heads),
+        [(row.module, *map(row.texts.__getitem__, heads)) for row in rows],
         "Inputs whose largest channel stands out most, as the model came",
     )
 
