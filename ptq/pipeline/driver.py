@@ -43,7 +43,6 @@ from ptq.pipeline.artifact import (
     keep_moments,
     save_moments,
 )
-from ptq.pipeline.device import fast_products
 from ptq.pipeline.emit import emit_rest
 from ptq.pipeline.found import Found
 from ptq.pipeline.gradients import GradientStore
@@ -54,6 +53,7 @@ from ptq.pipeline.predicting import solve_predicting
 from ptq.pipeline.resume import BlockRecord, ResumableRun, SolvedBlock, discard
 from ptq.pipeline.solvable import check_solvable
 from ptq.pipeline.solver import BlockSolver
+from ptq.pipeline.team import fast_products
 from ptq.pipeline.writing import BackgroundWriter
 from ptq.plan.modules import head_weight, shard_bytes
 from ptq.plan.plan import Plan

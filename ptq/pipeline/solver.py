@@ -27,7 +27,6 @@ from ptq.methods.common.rounding import round_to_nearest
 from ptq.methods.common.spec import MethodSpec, Stage
 from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.device import devices_of
 from ptq.pipeline.emit import (
     adapter_factors,
     block_tensors,
@@ -41,6 +40,7 @@ from ptq.pipeline.measure import Ratios, measure, module_rows
 from ptq.pipeline.passes import block_work, observe, quantized_outputs
 from ptq.pipeline.resume import BlockRecord, SolvedBlock
 from ptq.pipeline.team import Team
+from ptq.plan.devices import devices_of
 from ptq.plan.plan import Plan
 from ptq.plan.schedule import Schedule
 from ptq.result import BlockRow, ModuleRow, Stopwatch

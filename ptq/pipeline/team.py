@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
+
+import torch
 
 from calibrate.workers import BlockWorkers, Task
 from ptq.methods.common.block import BlockWork
@@ -71,3 +74,14 @@ def _in_order(work: BlockWork, events: Sequence[Event]) -> list[Event]:
     """Events once each, in the order of the layers that they are of, however these were solved."""
     place = {name: i for i, name in enumerate(work.targets)}
     return sorted(dict.fromkeys(events), key=lambda event: place.get(event.module, -1))
+
+
+@contextmanager
+def fast_products(device: torch.device) -> Iterator[None]:
+    """On a GPU, let products of fp32 matrices run in TF32: far faster, and finer than bf16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

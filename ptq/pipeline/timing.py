@@ -10,10 +10,10 @@ from torch import Tensor
 from calibrate.backward import block_gradients, head_gradients
 from calibrate.data import TokenSet
 from calibrate.gradients import BlockGradients
-from ptq.pipeline.device import fast_products
 from ptq.pipeline.driver import in_canonical_order
 from ptq.pipeline.gradients import run_backward, size_of_blocks
 from ptq.pipeline.solver import BlockSolver
+from ptq.pipeline.team import fast_products
 from ptq.plan.plan import Plan
 from ptq.result import Stopwatch
 

@@ -18,6 +18,16 @@ def on_gpu(recipe: Recipe) -> bool:
     return not recipe.without_gpu
 
 
+def devices_of(recipe: Recipe) -> list[torch.device]:
+    """Where blocks are run and solved; that the devices are here, the plan has checked."""
+    kind, chosen = "cuda" if on_gpu(recipe) else "cpu", recipe.device
+    if isinstance(chosen, str):
+        return [torch.device(kind)]
+    if chosen.gpus is None:
+        return [torch.device(kind)] * (chosen.cpus or 1)
+    return [torch.device(kind, index) for index in range(chosen.gpus)]
+
+
 def check_devices(recipe: Recipe, solves: bool) -> Iterator[tuple[Key, str]]:
     """Devices that nothing can run on here: the report's and, if blocks are solved, theirs."""
     if solves and on_gpu(recipe) and not torch.cuda.is_available():

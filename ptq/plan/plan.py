@@ -48,7 +48,7 @@ from ptq.plan.modules import (
     shared_embedding,
 )
 from ptq.plan.preflight import check_peers
-from ptq.recipe.problems import Problem, Where, recipe_error
+from ptq.recipe.problems import Where
 from ptq.recipe.reading import LoadedRecipe
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
@@ -172,7 +172,7 @@ def plan_recipe(loaded: LoadedRecipe, *, force: bool = False, solves: bool = Tru
             folder = recipe.model.folder
         checkpoint = Checkpoint.open(folder)
     except CheckpointError as error:
-        raise recipe_error([Problem(loaded.where(at), at, str(error))]) from error
+        raise loaded.where.error([(at, str(error))]) from error
     return build_plan(recipe, checkpoint, loaded.where, force=force, solves=solves)
 
 
@@ -209,12 +209,12 @@ def build_plan(
     bare = next((block for block in blocks if block not in names), None)
     if bare is not None:
         fault = f"{bare} has no linear layer that is known here, so that nothing of it is quantized"
-        raise recipe_error([Problem(where(preflight.MODEL), preflight.MODEL, fault)])
+        raise where.error([(preflight.MODEL, fault)])
     floats = seen_as_floats(checkpoint)
     tensors = list(preflight.check_tensors(floats, model))
     undeclared = list(preflight.check_declared(recipe, values))
     if undeclared:
-        raise recipe_error(Problem(where(key), key, fault) for key, fault in undeclared + tensors)
+        raise where.error(undeclared + tensors)
     source = view_of(floats, recipe.methods)
     settled, predicting = _settled(recipe, source, blocks, shapes, names)
     recipe, modules = settled.recipe, settled.modules
@@ -240,7 +240,7 @@ def build_plan(
         *check_peers(recipe),
     ]
     if problems:
-        raise recipe_error(Problem(where(key), key, message) for key, message in problems)
+        raise where.error(problems)
     return Plan(
         recipe=recipe,
         modules=modules,

@@ -45,7 +45,7 @@ from ptq.methods.common.float_model import FloatModel, config_of, seen_as_floats
 from ptq.output import is_taken, kept_bytes
 from ptq.plan.modules import shared_embedding
 from ptq.recipe.peers import PeerChoice
-from ptq.recipe.problems import Problem, Where, recipe_error
+from ptq.recipe.problems import Where
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
 
@@ -59,25 +59,22 @@ def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
     Raises:
         RecipeError: of another family than those supported, quantized already, or not valid.
     """
-    problems = []
-    message = _refused(checkpoint)
-    if message is not None:
-        problems.append(Problem(where(MODEL), MODEL, message))
+    refused = _refused(checkpoint)
+    faults = [] if refused is None else [refused]
     if seen_as_floats(checkpoint) is checkpoint and checkpoint.scheme.quantizes_anything:
-        message = (
+        faults.append(
             f"{checkpoint.path} is quantized already ({checkpoint.scheme.wac}); give the original "
             "model in FP16, BF16 or FP32, or what "
             f"`ptq convert {checkpoint.path} FLOAT --to float` makes of it"
         )
-        problems.append(Problem(where(MODEL), MODEL, message))
-    if problems:
-        raise recipe_error(problems)
+    if faults:
+        raise where.error((MODEL, fault) for fault in faults)
     try:
         return config_of(checkpoint)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
-        message = f"{checkpoint.path / 'config.json'} is not a valid configuration: {reason}"
-        raise recipe_error([Problem(where(MODEL), MODEL, message)]) from error
+        fault = f"{checkpoint.path / 'config.json'} is not a valid configuration: {reason}"
+        raise where.error([(MODEL, fault)]) from error
 
 
 def _refused(checkpoint: Checkpoint) -> str | None:

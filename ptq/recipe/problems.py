@@ -38,6 +38,10 @@ class Where:
             self.origins[key[:n]] for n in range(len(key), -1, -1) if key[:n] in self.origins
         )
 
+    def error(self, faults: Iterable[tuple[Key, str]]) -> RecipeError:
+        """One error that tells what is wrong with a recipe's values, by their keys."""
+        return recipe_error(Problem(self(key), key, text) for key, text in faults)
+
 
 class Problem(NamedTuple):
     """One thing that is wrong."""

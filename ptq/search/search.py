@@ -38,8 +38,8 @@ from ptq.methods.registry import METHODS, view_of
 from ptq.output import BUDGET_FOLDER, CHECKPOINT_FOLDER, RECIPE_FILE
 from ptq.pipeline import driver
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.device import device_of
 from ptq.pipeline.key import run_key
+from ptq.plan.devices import devices_of
 from ptq.plan.plan import Plan, build_plan
 from ptq.recipe.budget import BudgetSpec
 from ptq.recipe.reading import LoadedRecipe, resolved_yaml
@@ -91,7 +91,8 @@ def count_costs(
     checkpoint = Checkpoint.open(recipe.model.folder)
     plan = build_plan(recipe, checkpoint, loaded.where, force=True)
     model = view_of(checkpoint, recipe.methods)
-    key = run_key(plan, model, tokens.fingerprint, device_of(recipe))
+    device = devices_of(recipe)[0]
+    key = run_key(plan, model, tokens.fingerprint, device)
     folder = recipe.output.path
     if (folder / COSTS_FILE).is_file() and (known := Costs.load(folder)).key == key:
         return known, Artifact.load(folder)
@@ -104,7 +105,7 @@ def count_costs(
     if plan.head is not None:
         schemes = {name: scheme for name, scheme in SCHEMES.items() if name != FLOAT}
         sequences = driver.in_canonical_order(tokens.sequences())
-        head = head_costs(model, schemes, sequences, device_of(recipe))
+        head = head_costs(model, schemes, sequences, device)
     costs = gather(plan, spec, seen.found, model, names, key, head)
     costs.save(folder)
     return costs, seen
