@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,11 +17,23 @@ from formats.command import bar
 from formats.errors import PTQError
 from inference.accuracy import Accuracy, Scorer, SequenceScores, check_sequences, score, summarize
 from inference.backend import choose_backend
+from inference.config import EngineConfig
+from inference.engine import Engine
 from inference.transformers_code.choose import read_shape
 from ptq.plan.devices import on_gpu
 from ptq.recipe.schema import DevicesSpec, Recipe
 
 Pair = tuple[Scorer, Scorer]  # the original and what is judged
+
+
+def open_both(
+    folders: tuple[Path, Path], config: EngineConfig, device: str
+) -> tuple[Engine, Engine]:
+    """The original and the quantized model on a device, by their folders."""
+    original, quantized = (
+        Engine.from_pretrained(folder, config=config, device=device) for folder in folders
+    )
+    return original, quantized
 
 
 def compare_on(

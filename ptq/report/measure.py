@@ -27,7 +27,7 @@ from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
 from inference.transformers_code.model import CodeModel
 from ptq.evaluate import figures
-from ptq.evaluate.comparison import compare_on, report_devices
+from ptq.evaluate.comparison import compare_on, open_both, report_devices
 from ptq.evaluate.figures import TaskRow
 from ptq.output import STATISTICS_FILE
 from ptq.peers.measure import PeerRow, measure_peers
@@ -146,12 +146,13 @@ def _run_both(
     far = _long_text(plan, sequences)
     config = engine_config(evaluation, report.speed, 0 if far is None else len(far))
     with watch.phase("loading both models"):
-        original, quantized = _both(result, plan, config, devices[0])
+        folders = plan.recipe.model.folder, result.checkpoint
+        original, quantized = open_both(folders, config, devices[0])
     loaded = {devices[0]: (original, quantized)}
 
     def compared(tokens: TokenSet) -> Accuracy:
         def load(device: str) -> tuple[Engine, Engine]:
-            return loaded.get(device) or _both(result, plan, config, device)
+            return loaded.get(device) or open_both(folders, config, device)
 
         return compare_on(devices, load, tokens.sequences(), progress=progress)
 
@@ -208,14 +209,6 @@ def _scheme(plan: Plan, checkpoint: Checkpoint) -> str:
     """The report's name of it; mixed where the recipe, not a method, gave layers theirs."""
     named = plan.recipe.layers or plan.recipe.budget
     return f"{checkpoint.scheme.wac}{', mixed' if named and checkpoint.own_schemes else ''}"
-
-
-def _both(
-    result: QuantizationResult, plan: Plan, config: EngineConfig, device: str
-) -> tuple[Engine, Engine]:
-    """The original and the quantized model on a device."""
-    original = Engine.from_pretrained(plan.recipe.model.folder, config=config, device=device)
-    return original, Engine.from_pretrained(result.checkpoint, config=config, device=device)
 
 
 def _attribution(

@@ -166,13 +166,13 @@ class BudgetRecord(Strict):
         return self.trial.kl / self.trial.predicted if self.trial.predicted else 1.0
 
 
-def shares(costs: Costs, schemes: Sequence[str]) -> list[tuple[str, int, int, int]]:
-    """Of each scheme that was chosen: its short name, groups, weights and bytes."""
-    rows: dict[str, tuple[int, int, int]] = {}
+def shares(costs: Costs, schemes: Sequence[str]) -> list[tuple[str, int, int, int, float]]:
+    """Of each scheme that was chosen: its short name, groups, weights, bytes and nats."""
+    rows: dict[str, tuple[int, int, int, float]] = {}
     for group, name in zip(costs.groups, schemes, strict=True):
-        count, elements, nbytes = rows.get(name, (0, 0, 0))
+        count, elements, nbytes, kl = rows.get(name, (0, 0, 0, 0.0))
         cost = cost_of(group, name)
-        rows[name] = (count + 1, elements + group.elements, nbytes + cost.nbytes)
+        rows[name] = count + 1, elements + group.elements, nbytes + cost.nbytes, kl + cost.kl
     return [(name, *rows[name]) for name in costs.schemes if name in rows]
 
 
@@ -185,14 +185,11 @@ def choice_rows(record: BudgetRecord) -> list[tuple[str, ...]]:
     Predictions are those from before the choice was measured.
     """
     costs, trial, factor = record.costs, record.trial, record.expected_factor
-    lost: dict[str, float] = {}
-    for group, name in zip(costs.groups, trial.schemes, strict=True):
-        lost[name] = lost.get(name, 0.0) + cost_of(group, name).kl
     rows: list[tuple[str, ...]] = [HEAD]
     whole = sum(group.elements for group in costs.groups)
-    for name, groups, elements, nbytes in shares(costs, trial.schemes):
-        share, kl = percent(elements / whole, 1), f"{factor * lost[name]:.5f}"
-        rows.append((name, str(groups), share, size_text(nbytes), kl))
+    for name, groups, elements, nbytes, kl in shares(costs, trial.schemes):
+        share, lost = percent(elements / whole, 1), f"{factor * kl:.5f}"
+        rows.append((name, str(groups), share, size_text(nbytes), lost))
     total = f"{trial.foretold:.5f}"
     rows.append(("with what stays as it is", "", "", size_text(trial.nbytes), total))
     rows.append((f"measured KL, for {record.budget.text}", "", "", "", f"{trial.kl:.5f}"))

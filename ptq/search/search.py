@@ -18,7 +18,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from calibrate.data import TokenSet
@@ -29,9 +29,8 @@ from formats.errors import RecipeError
 from formats.families.names import HEAD
 from inference.accuracy import Accuracy
 from inference.config import EngineConfig
-from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
-from ptq.evaluate.comparison import compare_on, report_devices
+from ptq.evaluate.comparison import compare_on, open_both, report_devices
 from ptq.methods.common.spec import Stage
 from ptq.methods.costs import CostsSpec
 from ptq.methods.registry import METHODS, view_of
@@ -100,7 +99,8 @@ def count_costs(
     shutil.rmtree(folder / CHECKPOINT_FOLDER)  # it was rounded for nothing but the record
     seen = Artifact.load(folder)
     spec = next(method for method in recipe.methods if isinstance(method, CostsSpec))
-    names = list(_candidates(loaded.recipe))
+    assert loaded.recipe.budget is not None
+    names = list(candidates(loaded.recipe.scheme, loaded.recipe.budget.target))
     head = None
     if plan.head is not None:
         schemes = {name: scheme for name, scheme in SCHEMES.items() if name != FLOAT}
@@ -109,11 +109,6 @@ def count_costs(
     costs = gather(plan, spec, seen.found, model, names, key, head)
     costs.save(folder)
     return costs, seen
-
-
-def _candidates(recipe: Recipe) -> Mapping[str, object]:
-    assert recipe.budget is not None
-    return candidates(recipe.scheme, recipe.budget.target)
 
 
 def counting_recipe(recipe: Recipe) -> Recipe:
@@ -263,12 +258,8 @@ class _Search:
             kv_blocks=blocks_for(longest),
             prefix_cache=False,
         )
-
-        def both(device: str) -> tuple[Engine, Engine]:
-            original = Engine.from_pretrained(recipe.model.folder, config=config, device=device)
-            return original, Engine.from_pretrained(checkpoint, config=config, device=device)
-
-        return compare_on(report_devices(recipe), both, sequences, progress=self.progress)
+        load = partial(open_both, (recipe.model.folder, checkpoint), config)
+        return compare_on(report_devices(recipe), load, sequences, progress=self.progress)
 
 
 def choices(
