@@ -147,15 +147,14 @@ def _unseen(artifact: Artifact, recipe: Recipe, schedule: Schedule, block: str) 
             yield f"after {stage} only maxima are known; {advice}"
     for i, (spec, method) in enumerate(block_methods(recipe.methods)):
         name = moments_file(block, _stage(recipe, schedule, i))
-        if method.moments != "none" and not (artifact.folder / HESSIANS_FOLDER / name).is_file():
-            yield (
-                f"{spec.name} needs second moments, which that run did not keep: a run keeps those "
-                f"that its methods use where they take at most {size_text(KEPT_MOMENTS)}. Run it "
-                "with --set statistics.hessians=true"
-            )
-        if method.gradients and not (artifact.folder / FISHER_FOLDER / name).is_file():
-            yield (
-                f"{spec.name} needs gradients, which that run did not keep: a run keeps those that "
-                f"its methods use where they take at most {size_text(KEPT_MOMENTS)}. Run it with "
-                "--set statistics.gradients=true"
-            )
+        for wanted, folder, what, key in (
+            (method.moments != "none", HESSIANS_FOLDER, "second moments", "hessians"),
+            (method.gradients, FISHER_FOLDER, "gradients", "gradients"),
+        ):
+            if wanted and not (artifact.folder / folder / name).is_file():
+                most = size_text(KEPT_MOMENTS)
+                yield (
+                    f"{spec.name} needs {what}, which that run did not keep: a run keeps those "
+                    f"that its methods use where they take at most {most}. Run it with --set "
+                    f"statistics.{key}=true"
+                )
