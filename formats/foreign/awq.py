@@ -88,11 +88,9 @@ def pack_awq(weight: StoredWeight, group_size: int) -> dict[str, Tensor]:
         CheckpointError: N or K does not fill words and groups, or a scale does not fit fp16.
     """
     check_divides(tuple(weight.q.shape), group_size, 4)
-    zeros = weight.zero_point
-    zeros = torch.zeros(weight.scale.shape, dtype=torch.int8) if zeros is None else zeros
     return {
         "qweight": _pack(weight.q.T),
-        "qzeros": _pack(zeros.T),
+        "qzeros": _pack(weight.zeros.T),
         "scales": half_scales(weight).T.contiguous(),
     }
 

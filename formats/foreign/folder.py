@@ -272,18 +272,10 @@ class ForeignLayer:
         tensors = self._folder.layer_tensors(self._module)
         with named(self._module):
             found = layout.unpack({leaf: own.to(device) for leaf, own in tensors.items()})
-        zeros = found.zero_point
-        if zeros is None and not spec.symmetric:
-            zeros = torch.zeros(found.scale.shape, dtype=torch.int8, device=found.scale.device)
-        return self._cut(replace(found, zero_point=zeros))
-
-    def _cut(self, whole: StoredWeight) -> StoredWeight:
-        """Its own rows; scales of a layout that is cut are an output's each."""
-        if len(whole.q) == self.shape[0]:
-            return whole
-        own = slice(self._first, self._first + self.shape[0])
-        zeros = None if whole.zero_point is None else whole.zero_point[own]
-        return replace(whole, q=whole.q[own], scale=whole.scale[own], zero_point=zeros)
+        if not spec.symmetric:
+            found = replace(found, zero_point=found.zeros)
+        whole = len(found.q) == self.shape[0]
+        return found if whole else found.rows(slice(self._first, self._first + self.shape[0]))
 
     def held(self, name: str) -> Tensor:
         """One of its tensors.

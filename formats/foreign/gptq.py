@@ -283,12 +283,10 @@ def pack_gptq(
     """
     rows, columns = weight.q.shape
     check_divides((rows, columns), group_size, bits)
-    zeros = weight.zero_point
-    zeros = torch.zeros(weight.scale.shape, dtype=torch.int8) if zeros is None else zeros
     size = columns if group_size == -1 else group_size
     return {
         "qweight": pack_words(weight.q, bits).T.contiguous(),
-        "qzeros": _pack_zeros(zeros, bits, version),
+        "qzeros": _pack_zeros(weight.zeros, bits, version),
         "scales": half_scales(weight).T.contiguous(),
         "g_idx": torch.arange(columns, dtype=torch.int32) // size,
     }

@@ -200,9 +200,7 @@ def packed(kind: str, weight: StoredWeight) -> np.ndarray:
     rows, columns = weight.q.shape
     repeats = columns // BLOCK // weight.scale.shape[1]
     scale = weight.scale.repeat_interleave(repeats, dim=1)
-    zeros = torch.zeros_like(scale, dtype=torch.int8)
-    if weight.zero_point is not None:
-        zeros = weight.zero_point.repeat_interleave(repeats, dim=1)
+    zeros = weight.zeros.repeat_interleave(repeats, dim=1)
     q = weight.q.view(rows, -1, BLOCK)
     if kind == "Q4_K":
         return _super_blocks(*_with_flat(q, scale, zeros)).flatten(1).numpy()

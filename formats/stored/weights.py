@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -76,6 +76,17 @@ class StoredWeight:
     zero_point: Tensor | None = None
     order: Tensor | None = None
     unit: Tensor | None = None
+
+    @property
+    def zeros(self) -> Tensor:
+        """Zero points of the scale's shape, 0 where there are none."""
+        zeros = self.zero_point
+        return torch.zeros_like(self.scale, dtype=torch.int8) if zeros is None else zeros
+
+    def rows(self, rows: Tensor | slice) -> StoredWeight:
+        """Some rows, whose scales are an output's each."""
+        zeros = None if self.zero_point is None else self.zero_point[rows]
+        return replace(self, q=self.q[rows], scale=self.scale[rows], zero_point=zeros)
 
     def to(self, device: torch.device) -> StoredWeight:
         """The same on another device; itself where it is there."""

@@ -141,18 +141,12 @@ def parts(
 def compare(module: str, old: StoredWeight, new: StoredWeight) -> float:
     """Refuse other integers; returns the largest relative difference of the scales."""
     require_same(f"{module}: weight", old.q, new.q)
-    require_same(f"{module}: zero points", zero_points(old), zero_points(new))
+    require_same(f"{module}: zero points", old.zeros, new.zeros)
     if torch.equal(old.scale, new.scale):
         return 0.0
     used = used_groups(old)
     ratio = ((new.scale - old.scale).abs() / old.scale)[used]
     return ratio.max().item() if ratio.numel() else 0.0
-
-
-def zero_points(weight: StoredWeight) -> Tensor:
-    """Zero points of the scales' shape; zeros where there are none."""
-    zeros = weight.zero_point
-    return torch.zeros(weight.scale.shape, dtype=torch.int8) if zeros is None else zeros
 
 
 def require_same(name: str, old: Tensor, new: Tensor) -> None:

@@ -230,13 +230,11 @@ def _weight(checkpoint: Checkpoint, module: str, scale: Tensor) -> tuple[StoredW
 
 def _weight_row(module: str, weight: StoredWeight, exact: Tensor) -> ScaleEntry:
     ratio = sqnr_db(exact, dequantize(weight.q, weight.scale))
-    row = _row(f"{module}.weight_scale", "weight", weight.scale, exact.abs().max().item())
-    beyond = exact.abs() > weight.scale * (INT8.top + 0.5)
+    beyond = (exact.abs() > weight.scale * (INT8.top + 0.5)).float().mean().item()
+    name, absmax = f"{module}.weight_scale", exact.abs().max().item()
+    row = _row(name, "weight", weight.scale, absmax)
     return row.model_copy(
-        update={
-            "clip_fraction": beyond.float().mean().item(),
-            "sqnr_db": ratio if isfinite(ratio) else None,
-        }
+        update={"clip_fraction": beyond, "sqnr_db": ratio if isfinite(ratio) else None}
     )
 
 

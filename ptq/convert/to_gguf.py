@@ -46,7 +46,6 @@ from formats.gguf.metadata import (
 )
 from formats.namespace import later
 from formats.scheme import SUPER_BLOCK, WeightSpec
-from formats.stored.weights import StoredWeight
 from ptq.convert.conversion import Conversion
 from ptq.methods.common.float_model import values_of
 
@@ -301,7 +300,7 @@ def _numbers(
         if weight.order is not None:
             raise CheckpointError(f"{module}: its groups are no neighbouring inputs (act-order)")
         try:
-            return packed(kind, weight if rows is None else _cut(weight, rows))
+            return packed(kind, weight if rows is None else weight.rows(rows))
         except ValueError as error:
             raise CheckpointError(
                 f"{module}: {error}. Keep the compressed-tensors layout"
@@ -320,11 +319,6 @@ def _floats(source: Checkpoint, name: str, module: str) -> Tensor:
     if not name.endswith(".weight") or module not in source.quantized_modules:
         return source.tensor(name)
     return values_of(source, module)
-
-
-def _cut(weight: StoredWeight, rows: Tensor) -> StoredWeight:
-    zeros = None if weight.zero_point is None else weight.zero_point[rows]
-    return StoredWeight(weight.q[rows], weight.scale[rows], zeros)
 
 
 def _notes(
