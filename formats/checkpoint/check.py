@@ -55,7 +55,9 @@ def check_quantized(checkpoint: Checkpoint, files: Mapping[str, TensorFile]) -> 
         return
     wanted = {module for module in _projections(checkpoint) if checkpoint.scheme_in_config(module)}
     same_names(wanted, quantized, f"{checkpoint.scheme.weights.dtype} weights by config.json: ")
-    tensors = {f"{name}.{leaf}" for name in quantized for leaf in _leaves(checkpoint, name)}
+    schemes = {name: checkpoint.scheme_of(name) for name in quantized}
+    tensors = {f"{name}.{leaf}" for name, own in schemes.items() for leaf in needed_leaves(own)}
+    tensors |= {f"{name}.input_scale" for name, own in schemes.items() if own.static_input}
     found |= {f"{name}.weight" for name in quantized if f"{name}.weight" in files}
     same_names(tensors, found, "")
     _check_values(checkpoint, files)
@@ -79,12 +81,6 @@ def _projections(checkpoint: Checkpoint) -> set[str]:
         for name in quantized
         if name in (head_name(checkpoint.config), FEATURES) or further(name)
     }
-
-
-def _leaves(checkpoint: Checkpoint, module: str) -> set[str]:
-    """Last parts of the names of the tensors that a quantized layer needs."""
-    scheme = checkpoint.scheme_of(module)
-    return needed_leaves(scheme) | ({"input_scale"} if scheme.static_input else set())
 
 
 def _check_values(checkpoint: Checkpoint, files: Mapping[str, TensorFile]) -> None:

@@ -26,7 +26,8 @@ from formats.families.registry import find_family
 from formats.families.sizes import merged_rows
 from formats.foreign import mxfp4
 from formats.foreign.folder import ForeignFolder, ForeignLayer, refuse_to_run, require_scheme
-from formats.scheme import LayerScheme, Scheme
+from formats.foreign.settings import integer_weights
+from formats.scheme import LayerScheme
 from formats.stored.folder import SETTINGS_FILES, OwnPart, read_config
 from formats.stored.names import open_native
 from formats.stored.safetensors_files import TensorFile
@@ -120,23 +121,18 @@ def _groups(folder: ForeignFolder) -> Groups:
     return ((CLASS,), main), *((tuple(layers[scheme]), scheme) for scheme in others)
 
 
-def _cuts_by_row(scheme: Scheme) -> bool:
-    """Whether every output has scales of its own."""
-    return scheme.weights is not None and scheme.weights.block[0] == 1
-
-
 def _apart(folder: ForeignFolder) -> dict[str, ForeignLayer]:
     """The layers of a folder, those that its family stores as one taken apart."""
     family = find_family(folder.config)
     merged = merged_rows(family, folder.config) if family and family.stored_merged else {}
     found: dict[str, ForeignLayer] = {}
     for module in folder.modules:
-        layer = folder.layer(module)
+        layer, spec = folder.layer(module), integer_weights(folder.scheme_of(module))
         parent, _, whole = module.rpartition(".")
         first, parts = 0, merged.get(whole, {})
         if not parts:
             found[module] = layer
-        elif sum(parts.values()) != layer.shape[0] or not _cuts_by_row(folder.scheme_of(module)):
+        elif sum(parts.values()) != layer.shape[0] or spec.block[0] != 1:  # scales by row
             raise CheckpointError(
                 f"{module} has {layer.shape[0]} outputs in {layer.layout.name}, which cannot be "
                 f"cut into those of {', '.join(parts)}. Quantize the original model with one of "

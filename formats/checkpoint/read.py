@@ -95,7 +95,8 @@ class Checkpoint(NamedTensors):
         self.quantized_modules = self.modules_stored_in(QUANTIZED)
         static = [name for name in self.quantized_modules if f"{name}.input_scale" in self._files]
         self.sinks = read_sinks(path, contents.own, static)
-        self.scale_table = _read_scale_table(path)
+        table = find_file(path, SCALE_TABLE)
+        self.scale_table = table and ScaleTable.from_json(table.read_bytes())
 
     @classmethod
     def open(
@@ -278,11 +279,6 @@ class Checkpoint(NamedTensors):
         if file is not None:
             return read_elements({name: file}, [name]).reshape(file.tensors[name][1]).float()
         raise CheckpointError(f"{name} is missing from {self.path}; write the checkpoint again")
-
-
-def _read_scale_table(path: Path) -> ScaleTable | None:
-    file = find_file(path, SCALE_TABLE)
-    return None if file is None else ScaleTable.from_json(file.read_bytes())
 
 
 def _check_scale_table(table: ScaleTable, files: Mapping[str, TensorFile]) -> None:

@@ -75,12 +75,11 @@ class _Beside:
     def write(self, folder: Path, table: ScaleTable, documents: Mapping[str, bytes]) -> None:
         """Write all of it into the checkpoint's folder, and other documents by their path there."""
         for file in self.aux_files:
-            settings = _tokenizer_settings(file)
-            if settings is None:
+            if file.name == SETTINGS and needs_code(file.parent):
+                write_bytes(folder / file.name, _json(native_settings(file.parent)))
+            else:
                 shutil.copyfile(file, folder / file.name)
                 fsync_path(folder / file.name)
-            else:
-                write_bytes(folder / file.name, _json(settings))
         how = {"shared_head": self.shared_head, "config": self.config}
         quantization = quantization_config(self.scheme, self.ignore, self.layers, **how)
         config = self.config | ({"quantization_config": quantization} if quantization else {})
@@ -324,12 +323,6 @@ class CheckpointWriter:
             for path, digest in zip(paths, self._pool.map(digest_of, paths), strict=True)
         }
         write_bytes(self._folder / MANIFEST, _json({"files": files}))
-
-
-def _tokenizer_settings(file: Path) -> dict[str, Any] | None:
-    """What to write in the place of settings that ask for code; None where a file is copied."""
-    asks = file.name == SETTINGS and needs_code(file.parent)
-    return native_settings(file.parent) if asks else None
 
 
 def _is_finite(tensor: Tensor) -> bool:

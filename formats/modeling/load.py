@@ -78,25 +78,15 @@ def load_own(
         if tensor is None or leaf in part._non_persistent_buffers_set:
             continue
         own = f"{name}.{leaf}" if name else leaf
-        reads = _reading_finite(read) if leaf in part._parameters else read
-        any_rows = isinstance(part, StackedConv)
-        value = _value(renamed.get(own, own), tensor, reads, device, dtype, any_rows)
-        _put(part, leaf, value)
+        own = renamed.get(own, own)
+        value = read(own)
+        if leaf in part._parameters:
+            check_finite(own, value)
+        rows = value if isinstance(part, StackedConv) else tensor  # as many as the file has
+        check_shape(own, value, (*rows.shape[:1], *tensor.shape[1:]))
+        value = value.to(device)  # narrow over the bus, wide there
+        _put(part, leaf, value.to(dtype) if value.is_floating_point() else value)
     _make_buffers(part, name, owner, device)
-
-
-def _value(
-    name: str,
-    meta: Tensor,
-    read: Read,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    any_rows: bool,
-) -> Tensor:
-    tensor = read(name)
-    check_shape(name, tensor, (*tensor.shape[:1], *meta.shape[1:]) if any_rows else meta.shape)
-    tensor = tensor.to(device)  # narrow over the bus, wide there
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
@@ -110,10 +100,6 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
             f"{name}: found shape {tuple(tensor.shape)}; the model's configuration says "
             f"{tuple(shape)}. The checkpoint and its config.json do not belong together"
         )
-
-
-def _reading_finite(read: Read) -> Read:
-    return lambda name: check_finite(name, read(name))
 
 
 def check_finite(name: str, weight: Tensor) -> Tensor:

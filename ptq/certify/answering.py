@@ -70,7 +70,8 @@ def answer_cases(setting: Setting) -> list[Prompt]:
     """Questions to a chat model, three of four, and beginnings of text."""
     level, draw = setting.level, setting.draw("questions")
     chats = 3 * level.answers // 4
-    prompts = [_question(setting, i, draw) for i in range(chats)]
+    asked = (ASKED[i % len(ASKED)].format(*draw.sample(THINGS, 2)) for i in range(chats))
+    prompts = [chat_tokens(setting, [question]) for question in asked]
     common = sum(1 for _ in takewhile(lambda ids: len({*ids}) == 1, zip(*prompts, strict=False)))
     count = math.ceil((level.answers - chats) / len(setting.texts))
     for kind in setting.texts:
@@ -88,10 +89,6 @@ def answer_cases(setting: Setting) -> list[Prompt]:
         )
         for i, ids in enumerate(prompts)
     ]
-
-
-def _question(setting: Setting, number: int, draw: Any) -> list[int]:
-    return chat_tokens(setting, [ASKED[number % len(ASKED)].format(*draw.sample(THINGS, 2))])
 
 
 def chat_tokens(setting: Setting, turns: Sequence[str]) -> list[int]:

@@ -210,11 +210,8 @@ def _of_pairs(name: str, spec: Spec, original: Floats, quantized: Floats) -> Fig
     )  # fmt: skip
     if known:
         return figure
-    return figure.model_copy(update={"reason": _too_little(original.mean(), spec.least)})
-
-
-def _too_little(found: float, least: float) -> str:
-    return f"the original itself succeeds in {found:.0%} of cases; {least:.0%} are needed"
+    found = f"the original itself succeeds in {original.mean():.0%} of cases"
+    return figure.model_copy(update={"reason": f"{found}; {spec.least:.0%} are needed"})
 
 
 def _without_what_is_not_known(figures: Sequence[Figure]) -> list[Figure]:

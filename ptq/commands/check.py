@@ -9,16 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
 from formats.namespace import later
 from ptq.commands.shared import add_recipe_arguments, overrides_of
 from ptq.recipe.reading import read_recipe
 
-if TYPE_CHECKING:
-    from calibrate.data import TokenSet
-    from ptq.plan.plan import Plan
 with later():
     import ptq.plan.plan as planning
     from ptq.pipeline import timing
@@ -42,11 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = preflight.read_data(plan.recipe)
     print("\n".join(describe.describe_plan(plan, data)))
     if not arguments.no_time:
-        print(_time(plan, data["calibration"]))
+        print(f"timing the first of {len(plan.blocks)} blocks (--no-time: not)", file=sys.stderr)
+        print(describe.describe_seconds(timing.predict_seconds(plan, data["calibration"])))
     return 0
-
-
-def _time(plan: Plan, tokens: TokenSet) -> str:
-    """How long quantization would take here and now, estimated by solving the first block."""
-    print(f"timing the first of {len(plan.blocks)} blocks (--no-time: not)", file=sys.stderr)
-    return describe.describe_seconds(timing.predict_seconds(plan, tokens))

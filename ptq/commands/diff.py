@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         a, b = (read.Checkpoint.open(path) for path in (arguments.a, arguments.b))
         lines = diff_checkpoints(a, b, arguments.top)
     else:
-        lines = diff_recipes(arguments.a, arguments.b)
+        both = (load_recipe(path).model_dump(mode="json") for path in (arguments.a, arguments.b))
+        lines = list(diff_values(*map(flatten, both)))
     print("\n".join(lines) if lines else "no difference")
     return 1 if lines else 0
 
@@ -89,11 +90,6 @@ def diff_values(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
         left, right = (repr(side[key]) if key in side else "absent" for side in (a, b))
         if left != right:
             yield f"{key}: {left} -> {right}"
-
-
-def diff_recipes(a: Path, b: Path) -> list[str]:
-    """Settings that differ between two recipes."""
-    return list(diff_values(*(flatten(load_recipe(p).model_dump(mode="json")) for p in (a, b))))
 
 
 def diff_checkpoints(a: read.Checkpoint, b: read.Checkpoint, top: int = 10) -> list[str]:

@@ -26,7 +26,6 @@ from ptq.commands.shared import add_quiet, checkpoint_lines, next_commands
 from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.own_model import is_shipped
 from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
-from ptq.recipe.schema import Recipe
 from ptq.text import typed_path
 
 with later():
@@ -85,8 +84,9 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
     own = arguments.run / RECIPE_FILE
     run = read_recipe(own).recipe
     shipped = arguments.recipe is not None and is_shipped(arguments.recipe)
+    same = ("model", "dataset") if shipped else ()  # are the run's, whatever it names itself
     overrides = [
-        *(_same_model_and_data(run) if shipped else []),
+        *(f"{key}={getattr(run, key).model_dump_json()}" for key in same),
         *arguments.set,
         *output_override(arguments.output),
     ]
@@ -103,8 +103,3 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
             "statistics are to be used; leave the data as they were, or run the recipe"
         )
     return loaded
-
-
-def _same_model_and_data(run: Recipe) -> list[str]:
-    """The overrides that have another recipe work on the model and the data of a run."""
-    return [f"{key}={getattr(run, key).model_dump_json()}" for key in ("model", "dataset")]

@@ -83,8 +83,10 @@ class Artifact:
                 seen.moments = Moments(work.observed_for, work.targets, full=True)
                 seen.moments.restore(found)
         with self._tensors(FISHER_FOLDER, work, stage) as found:
+            inputs = [key for key in found if key.endswith(f"/{INPUTS}")]
             if found:
-                seen.weighted = WeightedMoments.restored(_pop_inputs(found), work.targets)
+                known = {key.removesuffix(f"/{INPUTS}"): found.pop(key) for key in inputs}
+                seen.weighted = WeightedMoments.restored(known, work.targets)
                 if not stage:
                     work.gradients = BlockGradients.from_state(found)
 
@@ -152,12 +154,6 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with writing(path.parent):
         path.unlink(missing_ok=True)
         write_tensors(path, {k: t.cpu().contiguous() for k, t in tensors.items()})
-
-
-def _pop_inputs(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take what `save_moments` kept of the inputs' side out of a file's tensors: by layer."""
-    names = [key for key in found if key.endswith(f"/{INPUTS}")]
-    return {key.removesuffix(f"/{INPUTS}"): found.pop(key) for key in names}
 
 
 def expect_moments(made: Path) -> None:

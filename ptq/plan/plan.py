@@ -7,7 +7,7 @@ All that could stop a run later is looked for here, and everything found is said
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -319,14 +319,11 @@ def _wanted(recipe: Recipe) -> tuple[SmoothingKind, ...]:
 
 def _in_order(
     groups: Sequence[SmoothingGroup], blocks: Sequence[str], kinds: Sequence[SmoothingKind]
-) -> Iterator[SmoothingGroup]:
+) -> list[SmoothingGroup]:
     """Those of the wanted kinds, block by block, in the order of the kinds."""
-    of: dict[str, list[SmoothingGroup]] = {}
-    for group in groups:
-        of.setdefault(group.block, []).append(group)
-    for block in blocks:
-        for kind in kinds:
-            yield from (group for group in of.get(block, ()) if group.kind == kind)
+    place = {block: i for i, block in enumerate(blocks)}
+    wanted = (group for group in groups if group.kind in kinds)
+    return sorted(wanted, key=lambda group: (place[group.block], kinds.index(group.kind)))
 
 
 def _summary(

@@ -145,13 +145,10 @@ def is_shipped(name: str | Path) -> bool:
 def shipped_recipes() -> list[ShippedRecipe]:
     """All shipped recipes, as their files tell of themselves."""
     return [
-        ShippedRecipe(name, _scheme(path), _purpose(path), path)
+        ShippedRecipe(name, _scheme(path), text.partition("\n")[0].removeprefix("# "), path)
         for name, path in shipped_paths().items()
+        for text in (path.read_text(encoding="utf-8"),)
     ]
-
-
-def _purpose(path: Path) -> str:
-    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def _scheme(path: Path) -> str:
