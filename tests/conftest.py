@@ -217,21 +217,16 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
     rows: list[ScaleEntry] = []
 
     def row(role: str, scale: torch.Tensor, tensor: str) -> None:
-        low, high = scale.min().item(), scale.max().item()
         rows.append(
-            ScaleEntry(
-                module=tensor.rpartition(".")[0],
-                role=role,  # pyright: ignore[reportArgumentType]
+            ScaleEntry.of(
+                tensor,
+                role,  # pyright: ignore[reportArgumentType]
+                scale,
                 dtype="int8",
                 granularity={"weight": "per_channel", "input": "per_tensor"}.get(role, "per_head"),
-                shape=tuple(scale.shape),
-                tensor=tensor,
-                scale_min=low,
-                scale_max=high,
                 statistic="absmax",
-                absmax=high * 127,
+                absmax=scale.max().item() * 127,
                 tokens=0 if role == "weight" else 100,
-                clip_fraction=0.0,
                 sqnr_db=40.0,
             )
         )

@@ -134,7 +134,7 @@ class Checkpoint(NamedTensors):
         if not contents.foreign:  # what its own layout asks for has been checked
             check_quantized(checkpoint, contents.files)
         if checkpoint.scale_table is not None:
-            _check_scale_table(checkpoint.scale_table, checkpoint._scale_files)
+            checkpoint._check_scale_table(checkpoint.scale_table)
         return checkpoint
 
     def kv_scheme_of(self, attention: str) -> KVCacheSpec | None:
@@ -257,13 +257,20 @@ class Checkpoint(NamedTensors):
         """Where what is in `quant/` is read from, the cache's scales and those of sink tokens."""
         return {**self._cache.files, **self.sinks.files}
 
-    @property
-    def _scale_files(self) -> dict[str, TensorFile]:
-        """Where each scale is read from that the scale table has a row for."""
+    def _check_scale_table(self, table: ScaleTable) -> None:
+        """Check that a table has a row for every scale of the files, and that each is as it says.
+
+        Raises:
+            CheckpointError: a row or a scale is missing, or a scale is another.
+        """
         leaves = (".weight_scale", ".input_scale")  # a model may have factors of its own: `x_scale`
         files = {n: f for n, f in self._files.items() if n.endswith(leaves)}
         files |= {n: f for n, f in self._cache.files.items() if n.endswith("_scale")}
-        return {**files, **self.sinks.files}
+        files |= self.sinks.files
+        named = {row.tensor for row in table.entries}
+        powers = {name for name, file in files.items() if file.tensors[name][0] == torch.uint8}
+        same_names(set(files) - (powers - named), named, f"{SCALE_TABLE}: ")  # some were published
+        table.check(partial(_read_scales, files))
 
     @property
     def nbytes(self) -> int:
@@ -279,18 +286,6 @@ class Checkpoint(NamedTensors):
         if file is not None:
             return read_elements({name: file}, [name]).reshape(file.tensors[name][1]).float()
         raise CheckpointError(f"{name} is missing from {self.path}; write the checkpoint again")
-
-
-def _check_scale_table(table: ScaleTable, files: Mapping[str, TensorFile]) -> None:
-    """Check that a table has a row for every scale of the files, and that each is as it says.
-
-    Raises:
-        CheckpointError: a row or a scale is missing, or a scale is another.
-    """
-    named = {row.tensor for row in table.entries}
-    powers = {name for name, file in files.items() if file.tensors[name][0] == torch.uint8}
-    same_names(set(files) - (powers - named), named, f"{SCALE_TABLE}: ")  # some were published
-    table.check(partial(_read_scales, files))
 
 
 def _read_scales(files: Mapping[str, TensorFile], names: Sequence[str]) -> list[Tensor]:

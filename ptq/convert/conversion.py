@@ -138,6 +138,20 @@ def parts(
             yield name, module
 
 
+def verify(folder: Path, source: Checkpoint, progress: bool) -> float:
+    """Compare what was written with its source; returns the scales' largest relative rounding."""
+    written, rounding = Checkpoint.open(folder), 0.0
+    if written.quantized_modules != source.quantized_modules:
+        raise CheckpointError(f"{folder}: other layers were written than there are; write again")
+    for name, module in parts(source, source.quantized_modules, "Verifying", progress):
+        if module is None:
+            require_same(name, source.tensor(name), written.tensor(name))
+        else:
+            new = written.weight(module)
+            rounding = max(rounding, compare(module, source.weight(module), new))
+    return rounding
+
+
 def compare(module: str, old: StoredWeight, new: StoredWeight) -> float:
     """Refuse other integers; returns the largest relative difference of the scales."""
     require_same(f"{module}: weight", old.q, new.q)

@@ -38,14 +38,7 @@ from formats.namespace import version as own_version
 from formats.scheme import Scheme, has_float_zeros
 from formats.stored.folder import SETTINGS_FILES, read_config
 from formats.stored.shards import ShardWriter
-from ptq.convert.conversion import (
-    Conversion,
-    Destination,
-    compare,
-    parts,
-    require_same,
-    unquantized,
-)
+from ptq.convert.conversion import Conversion, Destination, unquantized, verify
 from ptq.convert.imports import import_folder, import_tables
 from ptq.convert.to_float import FLOATS, merge_adapter, to_float
 from ptq.convert.to_gguf import to_gguf
@@ -220,7 +213,7 @@ def _export(source: Checkpoint, to: Destination, target: str) -> Conversion:
                     shards.add(f"{module}.{leaf}", tensor)
         shards.finish()
         _write_documents(folder, source, quantization)
-        rounding = _verify(folder, source, to.progress)
+        rounding = verify(folder, source, to.progress)
     notes = tuple(_export_notes(target, source.scheme))
     return Conversion(modules=len(modules), scale_rounding=rounding, notes=notes)
 
@@ -265,20 +258,6 @@ def _write_documents(folder: Path, source: Checkpoint, quantization: dict[str, A
     for name, data in factors_document(source.path).items():
         (folder / name).parent.mkdir()
         write_bytes(folder / name, data)
-
-
-def _verify(folder: Path, source: Checkpoint, progress: bool) -> float:
-    """Compare what was written with its source; returns the scales' largest relative rounding."""
-    written, rounding = Checkpoint.open(folder), 0.0
-    if written.quantized_modules != source.quantized_modules:
-        raise CheckpointError(f"{folder}: other layers were written than there are; write again")
-    for name, module in parts(source, source.quantized_modules, "Verifying", progress):
-        if module is None:
-            require_same(name, source.tensor(name), written.tensor(name))
-        else:
-            new = written.weight(module)
-            rounding = max(rounding, compare(module, source.weight(module), new))
-    return rounding
 
 
 def _export_notes(target: str, scheme: Scheme) -> Iterator[str]:

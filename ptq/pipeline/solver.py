@@ -26,15 +26,8 @@ from ptq.methods.common.method import Method
 from ptq.methods.common.rounding import round_to_nearest
 from ptq.methods.common.spec import MethodSpec, Stage
 from ptq.methods.registry import block_methods, view_of
+from ptq.pipeline import emit
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.emit import (
-    adapter_factors,
-    block_tensors,
-    cache_tensors,
-    layer_tensors,
-    linear_entries,
-    sink_tensors,
-)
 from ptq.pipeline.gradients import GradientStore, run_backward
 from ptq.pipeline.measure import Ratios, measure, module_rows
 from ptq.pipeline.passes import block_work, observe, quantized_outputs
@@ -153,7 +146,10 @@ class BlockSolver:
         seen.update(work.seen.statistics)
         for i, (spec, method) in enumerate(zip(self.specs, self.methods, strict=True)):
             with self.watch.phase(spec.name):
-                self._decide(work, spec, method)
+                if self.artifact is not None and spec.name in self.recalled:
+                    self.artifact.recall(work, spec, method)  # what an earlier run found
+                else:
+                    self.team.solve(work, method, spec.name)
                 found[spec.name] = method.found()
                 method.commit(work)
                 if method.folds:
@@ -207,19 +203,12 @@ class BlockSolver:
         parts = self.team.over_layers(work, what, lambda part: measure(part, layers(part)))
         return {name: ratios for part in parts for name, ratios in part.items()}
 
-    def _decide(self, work: BlockWork, spec: MethodSpec, method: Method) -> None:
-        """Let a method solve a block, or take what it found in an earlier run."""
-        if self.artifact is not None and spec.name in self.recalled:
-            self.artifact.recall(work, spec, method)
-        else:
-            self.team.solve(work, method, spec.name)
-
     def _solved(self, work: BlockWork, rows: list[ModuleRow], begin: float) -> SolvedBlock:
         """What the checkpoint and the record get of a solved block."""
 
         def stored(part: BlockWork) -> tuple[dict[str, dict[str, Tensor]], list[ScaleEntry]]:
             own = [row for row in rows if row.module in part.quantized]
-            return layer_tensors(self.model, part), linear_entries(part, own)
+            return emit.layer_tensors(self.model, part), emit.linear_entries(part, own)
 
         parts = self.team.over_layers(work, "storing", stored)
         place = {row.module: i for i, row in enumerate(rows)}
@@ -227,10 +216,10 @@ class BlockSolver:
             (entry for _, own in parts for entry in own), key=lambda entry: place[entry.module]
         )
         layers = {name: tensors for own, _ in parts for name, tensors in own.items()}
-        beside, cached = cache_tensors(work, self.recipe.observers.kv_cache)
+        beside, cached = emit.cache_tensors(work, self.recipe.observers.kv_cache)
         entries += cached
-        sinks, of_sinks = sink_tensors(work)
-        beside = beside | sinks | adapter_factors(self.model, work)
+        sinks, of_sinks = emit.sink_tensors(work)
+        beside = beside | sinks | emit.adapter_factors(self.model, work)
         entries += of_sinks
         record = BlockRecord(
             entries=tuple(entries),
@@ -244,7 +233,7 @@ class BlockSolver:
                 memory_bytes=self.peak_bytes(),
             ),
         )
-        return SolvedBlock(block_tensors(self.model, work, layers), beside, record)
+        return SolvedBlock(emit.block_tensors(self.model, work, layers), beside, record)
 
     def peak_bytes(self) -> int:
         """Peak memory so far: of the fullest GPU that blocks are solved on, else of the process."""

@@ -19,7 +19,6 @@ from ptq.methods.common.spec import PlannedLayer
 from ptq.output import is_taken
 from ptq.plan.modules import HEAD_STAGES, ModulePlan
 from ptq.plan.plan import Plan
-from ptq.recipe.budget import BudgetSpec
 from ptq.text import duration_text, matches, size_text
 
 PHASES = 4  # that are named, the longest
@@ -51,7 +50,10 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
         yield f"  recurrent states: {scheme.states.text}; running ones in float"
     yield f"methods      {', '.join(method.name for method in recipe.methods) or 'none'}"
     if recipe.budget is not None:
-        yield f"budget       {budget_text(recipe.budget)}"
+        chosen = (
+            "a run chooses the weights of each group of layers; told is the recipe's own scheme"
+        )
+        yield f"budget       {recipe.budget.text} for {recipe.budget.target}: {chosen}"
     yield from (f"  {transform}" for transform in plan.transforms)
     if any(is_turned({"model_type": model.model_type}, name) for name in plan.quantized):
         yield "  the checkpoint opens here alone: to transformers its layers are not linear ones"
@@ -89,14 +91,6 @@ def _found_groups(plan: Plan) -> Iterator[str]:
         source = group.source.removeprefix(f"{group.block}.")
         kinds[any_expert(f"{source} -> {consumers}{more}")] = None
     yield from kinds
-
-
-def budget_text(budget: BudgetSpec) -> str:
-    """That the bits are yet to be chosen."""
-    return (
-        f"{budget.text} for {budget.target}: a run chooses the weights of each group of layers; "
-        "told is the recipe's own scheme"
-    )
 
 
 def describe_prediction(plan: Plan) -> Iterator[str]:

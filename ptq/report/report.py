@@ -23,22 +23,7 @@ from ptq.report.attribution import Attribution
 from ptq.report.data import ReportData
 from ptq.report.measure import engine_config, measure
 from ptq.report.page import Point, Section, Table, Top, drawn, html_page, markdown_page
-from ptq.report.parts.accuracy import (
-    completions_section,
-    divergence_section,
-    peers_section,
-    perplexity_section,
-    tasks_section,
-)
-from ptq.report.parts.loss import activations_section, cache_section, layers_section, loss_section
-from ptq.report.parts.run import (
-    budget_section,
-    provenance_section,
-    recipe_section,
-    run_section,
-    scales_section,
-    size_and_speed_section,
-)
+from ptq.report.parts import accuracy, loss, run
 from ptq.report.verdict import check_rows, strange_original, summary_rows, verdict_of
 from ptq.result import CalibrationSummary, QuantizationResult
 from ptq.search.search import Ordered
@@ -132,26 +117,26 @@ def _where(data: ReportData) -> Iterator[Point]:
 def sections(data: ReportData) -> Iterator[Section]:
     """Everything below the verdict, in order."""
     if data.budget is not None:
-        yield budget_section(data.budget)
-    yield perplexity_section(data)
-    yield divergence_section(data)
-    yield loss_section(data)
+        yield run.budget_section(data.budget)
+    yield accuracy.perplexity_section(data)
+    yield accuracy.divergence_section(data)
+    yield loss.loss_section(data)
     if data.tasks:
-        yield tasks_section(data)
+        yield accuracy.tasks_section(data)
     if data.completions:
-        yield completions_section(data)
+        yield accuracy.completions_section(data)
     if data.peers:
-        yield peers_section(data)
-    yield layers_section(data)
+        yield accuracy.peers_section(data)
+    yield loss.layers_section(data)
     if data.quantization.smoothing or data.outliers:
-        yield activations_section(data)
+        yield loss.activations_section(data)
     if data.kv_scales:
-        yield cache_section(data)
-    yield size_and_speed_section(data)
-    yield run_section(data)
-    yield scales_section(data)
-    yield provenance_section(data)
-    yield recipe_section(data)
+        yield loss.cache_section(data)
+    yield run.size_and_speed_section(data)
+    yield run.run_section(data)
+    yield run.scales_section(data)
+    yield run.provenance_section(data)
+    yield run.recipe_section(data)
 
 
 def draw_plots(data: ReportData) -> dict[str, tuple[str, ...]]:

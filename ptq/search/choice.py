@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from formats.checkpoint.targets import is_ignored, layer_targets
 from formats.families.names import HEAD
-from ptq.recipe.budget import BudgetSpec
-from ptq.recipe.schema import LayersSpec, Recipe, ReportSpec
+from ptq.recipe.schema import LayersSpec, Recipe
 from ptq.search.costs import FLOAT, Costs
 
 CELLS = 1 << 15
@@ -139,7 +138,11 @@ def chosen_recipe(recipe: Recipe, costs: Costs, schemes: Sequence[str]) -> Recip
     if head != FLOAT:
         entries.append(LayersSpec(match=(HEAD,), scheme=costs.schemes[head]))
     others = tuple(entry for entry in recipe.ignore if not is_ignored(HEAD, [entry]))
-    assert recipe.budget is not None
+    budget, report = recipe.budget, recipe.report
+    assert budget is not None
+    if budget.of_accuracy:
+        thresholds = report.thresholds.model_copy(update=dict([budget.limit]))
+        report = report.model_copy(update={"thresholds": thresholds})
     return Recipe.model_validate(
         dict(recipe)
         | {
@@ -147,15 +150,6 @@ def chosen_recipe(recipe: Recipe, costs: Costs, schemes: Sequence[str]) -> Recip
             "scheme": recipe.scheme.model_copy(update=dict(costs.schemes[most])),
             "layers": tuple(entries),
             "ignore": (HEAD, *others) if head == FLOAT else others,
-            "report": _held_to(recipe.report, recipe.budget),
+            "report": report,
         }
     )
-
-
-def _held_to(report: ReportSpec, budget: BudgetSpec) -> ReportSpec:
-    """The report's thresholds with the budget's limit, where it is one of accuracy."""
-    name, value = budget.limit
-    if not budget.of_accuracy:
-        return report
-    thresholds = report.thresholds.model_copy(update={name: value})
-    return report.model_copy(update={"thresholds": thresholds})
