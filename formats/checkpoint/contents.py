@@ -26,7 +26,6 @@ from formats.families.registry import find_family
 from formats.families.sizes import merged_rows
 from formats.foreign import mxfp4
 from formats.foreign.folder import ForeignFolder, ForeignLayer, refuse_to_run, require_scheme
-from formats.foreign.settings import integer_weights
 from formats.scheme import LayerScheme
 from formats.stored.folder import SETTINGS_FILES, OwnPart, read_config
 from formats.stored.names import open_native
@@ -127,12 +126,12 @@ def _apart(folder: ForeignFolder) -> dict[str, ForeignLayer]:
     merged = merged_rows(family, folder.config) if family and family.stored_merged else {}
     found: dict[str, ForeignLayer] = {}
     for module in folder.modules:
-        layer, spec = folder.layer(module), integer_weights(folder.scheme_of(module))
+        layer, weights = folder.layer(module), folder.scheme_of(module).weights
         parent, _, whole = module.rpartition(".")
         first, parts = 0, merged.get(whole, {})
         if not parts:
             found[module] = layer
-        elif sum(parts.values()) != layer.shape[0] or spec.block[0] != 1:  # scales by row
+        elif sum(parts.values()) != layer.shape[0] or weights is None or weights.block[0] != 1:
             raise CheckpointError(
                 f"{module} has {layer.shape[0]} outputs in {layer.layout.name}, which cannot be "
                 f"cut into those of {', '.join(parts)}. Quantize the original model with one of "
