@@ -90,7 +90,7 @@ class ExpertStacks:
         self._waiting = {}
 
 
-def _alternating(parts: Sequence[Tensor], count: int, kind: str) -> Tensor:
+def _alternating(parts: list[Tensor], count: int, kind: str) -> Tensor:
     """Layers' tensors [outputs, ...] as the parameter of all, outputs of each expert in turn."""
     size = len(parts) // count
     experts = (parts[i : i + size] for i in range(0, len(parts), size))

@@ -132,9 +132,14 @@ class Footprint:
         """Bytes of the step of the largest block that takes most, where it runs."""
         block, tokens = max(self.blocks, key=_elements), _sample_tokens(self.recipe)
         each, beside = self._sums(block)
-        consumers = {kind: block.consumers(kind) for kind in SMOOTHING_KINDS}
         sample = _activations(block, tokens)
-        sizes = BlockSizes(block.quantized, block.hidden, tokens, sample, consumers)
+        sizes = BlockSizes(
+            quantized=block.quantized,
+            hidden=block.hidden,
+            tokens=tokens,
+            sample_bytes=sample,
+            consumers={kind: block.consumers(kind) for kind in SMOOTHING_KINDS},
+        )
         devices = 1 if isinstance(self.recipe.device, str) else self.recipe.device.cpus or 1
         observing = devices * (each + sample)  # devices that work in one memory
         kept = FLOAT * block.elements + each + beside
