@@ -21,7 +21,7 @@ ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a
 
 LIMITS = {
     "lines of source": 105_260,
-    "files of source": 602,
+    "files of source": 603,
     "lines of imports, in 1,000 lines of code": 86,
     "crowded classes": 4,
     "functions over 60 lines": 20,

@@ -5,7 +5,6 @@ They take and give what those of the same names in its files do, as far as its o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,7 +64,7 @@ def state_update(
     bias, skip = (None if own is None else own[:, 0] for own in (dt_bias, D))
     out = linear_recurrence(
         C[:, None], B[:, None], hidden_states[:, None], None, dt[:, None, :, 0], **stored(state),
-        delta=False, steps=TimeSteps(A[:, 0, 0], bias, dt_softplus, -math.inf), skip=skip,
+        delta=False, steps=TimeSteps(A[:, 0, 0], bias, dt_softplus, float("-inf")), skip=skip,
         transposed=True,
     )[:, 0]  # fmt: skip
     return out if z is None else out * F.silu(z)

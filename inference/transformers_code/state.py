@@ -119,7 +119,8 @@ class Stateful(nn.Module):
             given["attention_mask"] = None
         pieces = [part for piece in current_step().pieces for part in self._parts(piece)]
         if [len(piece.tokens) for piece in pieces] == [x.shape[1]]:  # all of the step, in its order
-            return self._returned([y.flatten(0, 1)[None] for y in self._run(x[0], *pieces, given)])
+            found = self._run(x[0], pieces[0], given)
+            return self._returned([y.flatten(0, 1)[None] for y in found])
         outputs: list[Tensor] = []
         with self.projections.step(x[0]) if len(pieces) > 1 else nullcontext():
             for piece in pieces:
