@@ -121,8 +121,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: Gate) 
     wide, factor = x.float(), gate.float()
     factor = _silu(factor) if form.silu else torch.sigmoid(factor)
     parts = (wide * factor if form.first else wide).unflatten(-1, (form.groups, -1))
-    parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)
-    y = weight.float() * parts.flatten(-2)
+    y = rms_norm(parts, weight.view(form.groups, -1), eps).flatten(-2)
     return (y if form.first else y * factor).to(x.dtype)
 
 

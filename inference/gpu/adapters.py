@@ -17,11 +17,11 @@ from formats.errors import EngineError
 from inference.gpu.layers import GpuLinear
 from inference.gpu.memory import OF_WEIGHTS, memory_for
 from inference.gpu.ranks import Partial, StepRanks
-from inference.gpu.sizes import power_of_two
 from inference.models.adapters import ROW_PARALLEL, AdaptedLayer, AdapterParts, outputs_of
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from kernels.triton.linear.lora import FEW_ROWS, RANKS, LoraStack, add_lora
+from kernels.triton.tuning import power_of_two
 
 LEAST_SLOTS = 4
 LEAST_RANK = 16

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from inference.scheduling.work import Work
-from kernels.triton.tuning import halfway
+from kernels.triton.tuning import halfway, power_of_two
 
 PROMPTS = 8  # sequences of more than one token in a padded step
 MANY = 64  # the same, where there are more of them than that
@@ -151,11 +151,6 @@ def whole_size(work: Work) -> WholeSize:
         samples=int(work.samples.sum()),
         adapted=work.adapted,
     )
-
-
-def power_of_two(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
 
 
 def _rounded(tokens: int) -> int:

@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -121,8 +120,8 @@ def known_gated_norm(module: Any) -> KnownGatedNorm | None:
     if tried is None:
         return None
     (x, gate), weight, eps, found = tried
-    for silu, first, groups in product((True, False), (True, False), _groups(module, x.shape[1])):
-        form = Gate(silu, first, groups)
+    groups, either = _groups(module, x.shape[1]), (True, False)
+    for form in (Gate(silu, first, n) for silu in either for first in either for n in groups):
         wanted = gated_norm(x, gate, weight, eps, form)
         if found.shape == x.shape and torch.allclose(found, wanted, rtol=NEAR, atol=NEAR):
             return KnownGatedNorm(module.weight.data, eps, form)
@@ -191,11 +190,11 @@ def _rotate_by_kernel(module: nn.Module) -> None:
     theirs = forward.__globals__.get(ROTATE)
     if theirs is None or not _turns_halves(theirs, 8):
         return
-    some = _turns_halves(theirs, 4)  # of a head's channels
+    partly = _turns_halves(theirs, 4)  # heads of more channels than those that turn
 
     def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
         fits = not more and not options and q.dim() == 4 and cos.shape[1] == q.shape[2]
-        fits = fits and (cos.shape[2] == q.shape[3] or (some and cos.shape[2] < q.shape[3]))
+        fits = fits and (cos.shape[2] == q.shape[3] or (partly and cos.shape[2] < q.shape[3]))
         return _rotated(q, k, cos, sin) if fits else theirs(q, k, cos, sin, *more, **options)
 
     names = {**forward.__globals__, ROTATE: ours}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.activations import Gate
 from kernels.triton.common import require
+from kernels.triton.fused import activate
 
 TILE = 1024  # elements of a program that has several parts
 
@@ -33,9 +34,7 @@ def gated_norm_kernel(
     h = tl.load(x + row * x_row + i, mask=real, other=0.0).to(tl.float32)
     g = tl.load(gate + row * gate_row + i, mask=real, other=0.0).to(tl.float32)
     w = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
-    factor = 1.0 / (1.0 + tl.exp(-g))
-    if SILU:
-        factor *= g
+    factor = activate(g, "silu") if SILU else 1.0 / (1.0 + tl.exp(-g))
     if FIRST:
         h *= factor
     y = h * (1.0 / tl.sqrt_rn(tl.sum(h * h, 1) / SIZE + eps))[:, None] * w

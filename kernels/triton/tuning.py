@@ -96,12 +96,17 @@ class PrefillTile:
 
 def bucket(rows: int) -> int:
     """The power of two, from 16 on, that a number of rows is rounded up to."""
-    return max(16, 1 << (rows - 1).bit_length())
+    return max(16, power_of_two(rows))
+
+
+def power_of_two(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 def halfway(count: int, beyond: int = 32) -> int:
     """The next power of two; beyond a number, or what is halfway to it."""
-    power = 1 << (count - 1).bit_length()
+    power = power_of_two(count)
     return power * 3 // 4 if power > beyond and count <= power * 3 // 4 else power
 
 

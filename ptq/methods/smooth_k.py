@@ -179,9 +179,8 @@ class SmoothK(Method):
         own = work.block.begins(self.spec.search_samples)
         runs = replay.Replay(own, (), work.feed_forward_norm)
         reference, basis = self._reference(work, runs, q, absmax)
-        if (
-            len(work.module(k).get_parameter("weight")) == work.settings.head_dim
-        ):  # all heads have one norm
+        factors_of_k = len(work.module(k).get_parameter("weight"))
+        if factors_of_k == work.settings.head_dim:  # all heads have one norm
             basis = basis.amax(dim=0, keepdim=True).expand_as(basis)
         factors: dict[float | None, Tensor] = {None: torch.ones_like(absmax).double()}
         pairs = work.settings.pairs
