@@ -287,8 +287,8 @@ def describe(found: Inspection, top: int) -> list[str]:
     lines = [f"{found.model_type}, scheme {found.wac}, {size_text(nbytes)} of tensors"]
     if found.sink_tokens:
         lines.append(
-            f"  the first {found.sink_tokens} tokens of a sequence are sink tokens, quantized "
-            "apart here; other runtimes scale them as all others"
+            f"  sink tokens, the first {found.sink_tokens} of a sequence, are quantized apart "
+            "here; other runtimes scale them as all others"
         )
     if found.scheme.states is not None:
         lines.append(f"  recurrent states: {found.scheme.states.text}; running ones in float")

@@ -289,8 +289,8 @@ def activations_section(data: ReportData) -> Section:
     )
     if count := data.quantization.sink_tokens:
         text += (
-            f"The first {count} tokens of a sequence are sink tokens: their rows are quantized "
-            "apart and are in no other figure. "
+            f"Sink tokens, the first {count} of a sequence, are quantized apart and are in no "
+            "other figure. "
         )
     if data.quantization.smoothing:
         tables.append(_smoothing(data))
@@ -341,7 +341,7 @@ def _draw_activations(data: ReportData) -> list[Axes]:
     panels = [new_panel(3.0, 3) for _ in names]
     for part, panel in zip(panels, names, strict=True):
         if panel == "inputs":
-            part.set_title("Largest input (median token dotted, sinks x)")
+            part.set_title("Largest input\n(median token dotted, sinks x)")
             drawn = [(lambda row: row.absmax, "o-"), (lambda row: number(row.token_median), ":")]
             if any(row.sinks is not None for row in inputs.values()):
                 drawn.append((lambda row: number(row.sinks), "x"))
