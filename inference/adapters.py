@@ -20,8 +20,7 @@ from formats.adapters.settings import PrefixSettings, adapter_folder, read_setti
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, RequestError
 from formats.families.registry import block_names
-from inference.models.adapters import AdapterStore, lay_out
-from inference.models.prefix import CachedPrefix, CachedTokens
+from inference.models.adapters import AdapterStore, CachedPrefix, CachedTokens, lay_out
 from inference.scheduling.blocks import Fill
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")

@@ -24,17 +24,16 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
-from inference.models.adapters import AdapterStore
+from inference.models.adapters import AdapterStore, CachedTokens
 from inference.models.kv_cache import CacheShape
 from inference.models.layers import LayerFactory
 from inference.models.model import KVHeads, Model
-from inference.models.prefix import CachedTokens
 from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
-from inference.transformers_code.choose import Shape
+from inference.transformers_code.model import Shape
 from kernels.attention_inputs import KVPool
 from kernels.devices import check_device
 

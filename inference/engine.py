@@ -41,8 +41,7 @@ from inference.requests.request import (
     check_prompt,
     check_tokens,
 )
-from inference.scheduling.active import ActiveRequests
-from inference.scheduling.active_request import ActiveRequest
+from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockChanges, BlockManager, KVStats
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Held, Terms, check_beams
@@ -52,8 +51,7 @@ from inference.scheduling.work import Work
 from inference.speculate.chain import Target
 from inference.speculate.decoder import SpeculativeDecoder
 from inference.structured.compiler import GrammarCompiler
-from inference.transformers_code.choose import Shape, check_config, read_shape
-from inference.transformers_code.model import CodeModel, CodeShape
+from inference.transformers_code.model import CodeModel, CodeShape, Shape, check_config, read_shape
 from kernels.attention_inputs import KV_BLOCK, KVPool
 
 

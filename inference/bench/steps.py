@@ -30,8 +30,7 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.models.feed_forward import MixtureOfExperts
 from inference.requests.request import SamplingParams
-from inference.scheduling.active import ActiveRequests
-from inference.scheduling.active_request import ActiveRequest
+from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.scheduler import Scheduler
 from kernels.attention_inputs import KV_BLOCK

@@ -14,23 +14,19 @@ import kernels.ops as ops
 from formats.checkpoint.read import Checkpoint
 from formats.memory import available_bytes, peak_rss_bytes
 from inference.config import EngineConfig
-from inference.cpu.adapters import CpuAdapters
 from inference.cpu.batch import Batch
 from inference.cpu.chain import HostChain
 from inference.cpu.decoder import CpuDecoder, CpuLayer, forward_by_ops, run_block
 from inference.cpu.layers import CpuExperts, Linear, pack_linear
-from inference.cpu.loop import CodeStep, HostLoop, forward_code, fuse
-from inference.models.adapters import check_adaptable
+from inference.cpu.loop import CodeStep, CpuAdapters, HostLoop, forward_code, fuse
+from inference.models.adapters import CachedTokens, check_adaptable
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, OneProcess
-from inference.models.model import KVHeads, Model
-from inference.models.network import Network
-from inference.models.prefix import CachedTokens
+from inference.models.model import KVHeads, Model, Network
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
-from inference.transformers_code.choose import Shape, load_model
-from inference.transformers_code.model import CodeModel, CodeShaped
+from inference.transformers_code.model import CodeModel, CodeShaped, Shape, load_model
 from kernels.attention_inputs import KVPool
 
 

@@ -32,7 +32,7 @@ class Batch:
             output of the last one. None without.
         hidden: [T, n, H], gets them.
         adapters: int64 [T], slot of each token's adapter, -1 for none; None where none has one.
-        loras: Holds them; see `inference.cpu.adapters`.
+        loras: Holds them; see `inference.cpu.loop.CpuAdapters`.
     """
 
     ids: Tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inference.cpu.batch import StateBatch, plan_tokens
-from inference.models.network import Catching, Computed, Network
+from inference.models.model import Catching, Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.sampler import draw_token
 from inference.scheduling.work import Work, lay_out
@@ -18,7 +18,7 @@ from kernels.attention_inputs import KVPool
 
 
 class HostChain:
-    """Runs a network; see `inference.models.network.Chain`.
+    """Runs a network; see `inference.models.model.Chain`.
 
     Args:
         network: On a CPU.

@@ -15,11 +15,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from inference.cpu.adapters import CpuAdapters
 from inference.cpu.batch import Batch, plan_step
 from inference.cpu.decoder import CpuDecoder, CpuLayer
-from inference.cpu.layers import Linear
-from inference.models.adapters import AdapterStore
+from inference.cpu.layers import CpuExperts, Linear
+from inference.models.adapters import (
+    ADAPTED,
+    AdaptedLayer,
+    AdapterPart,
+    AdapterParts,
+    AdapterStore,
+    linear_of,
+    number_of,
+    outputs_of,
+)
+from inference.models.decoder import Decoder
 from inference.models.feed_forward import GatedMLP
 from inference.requests.request import StepResult
 from inference.scheduling.acceptance import Acceptance
@@ -31,7 +40,9 @@ from inference.transformers_code.model import CodeModel
 from kernels.activations import Gate, Named
 from kernels.attention_inputs import KVPool
 from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
+from kernels.cpu.lora import LoraTable
 from kernels.cpu.weights import NativeWeight
+from kernels.low_rank import LowRank
 from kernels.ops import apply_rope, gated_product, paged_attention, rms_norm, turn_heads, write_kv
 from kernels.packed_cache import channels
 from kernels.reference import gated_norm
@@ -161,6 +172,42 @@ class CodeStep(Step):
 def forward_code(model: CodeModel, pools: Sequence[KVPool], batch: Batch) -> Tensor:
     """Run the tokens of a step: logits fp32 [R, vocabulary] of the rows asked for."""
     return model.logits(CodeStep(model, pools, batch))
+
+
+class CpuAdapters:
+    """Holds adapters; see `inference.models.adapters.AdapterStore`.
+
+    Args:
+        model: The decoder that they are of.
+
+    Attributes:
+        table: The layers of `ADAPTED` of one block after another.
+    """
+
+    def __init__(self, model: Decoder[Linear, CpuExperts]) -> None:
+        self._model = model
+        self.table = LoraTable(len(model.layers) * len(ADAPTED))
+
+    def put(self, slot: int, parts: AdapterParts) -> None:
+        """Hold an adapter in a slot: in bf16 beside weights that are quantized."""
+        layers = {
+            number_of(block, layer): [self._laid_out(block, layer, part) for part in own]
+            for (block, layer), own in parts.items()
+        }
+        self.table.put(slot, layers)
+
+    def with_slots(self, batch: Batch, slots: Tensor) -> Batch:
+        """A step whose tokens run with the adapters in `slots`, int64 [T]."""
+        return replace(batch, adapters=slots, loras=self.table)
+
+    def _laid_out(self, block: int, layer: AdaptedLayer, part: AdapterPart) -> LowRank:
+        outputs = outputs_of(self._model.config, layer, len(part.b))
+        first = sum(outputs[: part.index])
+        return LowRank.of(part.a, part.b, first, self._dtype(block, layer))
+
+    def _dtype(self, block: int, layer: AdaptedLayer) -> torch.dtype:
+        quantized = linear_of(self._model.layers[block], layer).quantized
+        return torch.bfloat16 if quantized else torch.float32
 
 
 class HostLoop:

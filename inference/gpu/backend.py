@@ -25,18 +25,16 @@ from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, r
 from inference.gpu.recurrences import FUNCTIONS
 from inference.gpu.runner import GpuRunner
 from inference.gpu.warn_once import warnings_together
+from inference.models.adapters import CachedTokens
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, OneProcess
-from inference.models.model import KVHeads, Model
-from inference.models.network import Network
+from inference.models.model import KVHeads, Model, Network
 from inference.models.parts import Layer
-from inference.models.prefix import CachedTokens
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import blocks_for
 from inference.scheduling.scheduler import Scheduler
-from inference.transformers_code.choose import Shape, load_model
-from inference.transformers_code.model import CodeModel, CodeShaped
+from inference.transformers_code.model import CodeModel, CodeShaped, Shape, load_model
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.triton.attention.latent import check_latents
 from kernels.triton.attention.paged_cache import LARGEST_HEAD, check_pages, is_head_size

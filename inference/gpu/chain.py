@@ -27,7 +27,7 @@ from inference.gpu.fields import Arrays, Fields, HostBlocks, Shape
 from inference.gpu.layers import workspace_on
 from inference.gpu.memory import capturing
 from inference.gpu.sizes import decodes_of
-from inference.models.network import Catching, Computed, Network
+from inference.models.model import Catching, Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.transformers_code.pieces import Piece
 from kernels.attention_inputs import KV_BLOCK, KVPool
@@ -100,7 +100,7 @@ class Captured:
 
 
 class DeviceChain:
-    """Runs a network; see `inference.models.network.Chain`.
+    """Runs a network; see `inference.models.model.Chain`.
 
     Args:
         network: On the GPU.

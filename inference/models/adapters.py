@@ -1,21 +1,23 @@
-"""Low-rank adapters as a decoder runs them: what each adds to the layers that run as one.
+"""Adapters as a decoder runs them: what each adds to the layers that run as one, or to its cache.
 
     y = W x + B (A x)          LoRA, Hu et al. 2021, arXiv 2106.09685, Eq. 3
 
 q, k and v read the same input and are one layer here, as gate and up are: an adapter has a part for
 each of those that it changes. The channels of q and k lie as rotation wants them
-(`inference.models.channel_order`), and so do the rows of their B.
+(`inference.models.channel_order`), and so do the rows of their B, and the keys that an adapter of
+prefix tuning gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from formats.adapters import Lora, LoraWeights
+from formats.adapters.prefix import Prefix
 from formats.errors import CheckpointError, EngineError
 from formats.families.family import LatentAttention
 from inference.models.channel_order import held_rows
@@ -156,3 +158,37 @@ def _part(config: ModelConfig, index: int, own: LoraWeights, *, turned: bool) ->
     """A part; rows of q and k in the order in which they run."""
     b = held_rows(own.b, config.channels) if turned and index < 2 else own.b
     return AdapterPart(index, own.a.contiguous(), b.contiguous())
+
+
+class CachedTokens(NamedTuple):
+    """K and V of tokens that stand one after another, as `kernels.ops.write_kv` takes them.
+
+    Attributes:
+        keys: fp32 [blocks, T, Hkv, D], rotated.
+        values: fp32 [blocks, T, Hkv, D].
+        start: Position of the first token.
+        slots: Of each token, block * 64 + offset.
+    """
+
+    keys: Tensor
+    values: Tensor
+    start: int
+    slots: Sequence[int]
+
+
+class CachedPrefix:
+    """A prefix for a decoder: channels of K in the order in which rotation wants them."""
+
+    def __init__(self, config: ModelConfig, prefix: Prefix) -> None:
+        heads = (-1, config.head_dim)
+        keys, self._values = prefix.keys.unflatten(2, heads), prefix.values.unflatten(2, heads)
+        order = config.channels
+        self._keys = keys if order is None else keys[..., list(order)].contiguous()
+
+    def __len__(self) -> int:
+        return self._keys.shape[1]
+
+    def tokens(self, start: int, slots: Sequence[int]) -> CachedTokens:
+        """As many of its tokens as there are slots, from `start` on."""
+        own = slice(start, start + len(slots))
+        return CachedTokens(self._keys[:, own], self._values[:, own], start, slots)

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from formats.errors import EngineError
 from formats.families.registry import block_names
-from inference.cpu.adapters import CpuAdapters
 from inference.cpu.batch import Batch
+from inference.cpu.loop import CpuAdapters
 from inference.models.adapters import (
     ADAPTED,
     ROW_PARALLEL,

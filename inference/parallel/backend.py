@@ -27,9 +27,9 @@ from formats.errors import EngineError
 from inference.backend import Backend, Loop
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
+from inference.models.adapters import CachedTokens
 from inference.models.kv_cache import CacheShape
 from inference.models.model import Model
-from inference.models.prefix import CachedTokens
 from inference.models.shapes import check_shapes
 from inference.parallel import torchrun
 from inference.parallel.cpu import CpuSide
@@ -41,7 +41,7 @@ from inference.parallel.shard import shard_of
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.scheduler import Scheduler
-from inference.transformers_code.choose import Shape
+from inference.transformers_code.model import Shape
 from kernels.attention_inputs import KVPool
 
 ABORTED_WITHIN = 10.0  # seconds

@@ -15,16 +15,16 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from inference.backend import Backend, Loop
 from inference.config import EngineConfig
+from inference.models.adapters import CachedTokens
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, LayerCache
 from inference.models.layers import LayerFactory
-from inference.models.prefix import CachedTokens
 from inference.parallel.group import GlooGroup, Group, Progress
 from inference.parallel.layers import ShardDecoder
 from inference.parallel.messages import LOADING, RankSpec, Task
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard, shard_of
-from inference.transformers_code.choose import Shape, read_shape
+from inference.transformers_code.model import Shape, read_shape
 from kernels.attention_inputs import KVPool
 
 MEETING = "meeting the other ranks"

@@ -19,8 +19,7 @@ from inference.backend import Backend
 from inference.config import EngineConfig
 from inference.cpu.batch import Batch
 from inference.gpu.sizes import Size, WholeSize
-from inference.models.adapters import AdaptedLayer, AdapterPart, AdapterParts
-from inference.models.prefix import CachedTokens
+from inference.models.adapters import AdaptedLayer, AdapterPart, AdapterParts, CachedTokens
 from inference.scheduling.blocks import BlockChanges
 
 LOADING = "loading its part of the model"
@@ -67,7 +66,7 @@ class TellFree:
 
 @dataclass(frozen=True)
 class WriteKV:
-    """Put K and V that no step computes into the cache; see `inference.models.prefix.CachedTokens`.
+    """Put K and V that no step computes into the cache; see `CachedTokens`.
 
     Attributes:
         keys: An array, and `values` another: tensors would be shared and not sent.

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from inference.requests.request import StepResult
-from inference.scheduling.active import ActiveRequests
-from inference.scheduling.active_request import ActiveRequest
+from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.batch import Bools, Ints
 from inference.scheduling.sampler import likeliest, top_logprobs
 from inference.scheduling.scheduler import Scheduler

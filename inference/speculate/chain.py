@@ -1,4 +1,4 @@
-"""Proposers that run a small network beside the model (`inference.models.network`).
+"""Proposers that run a small network beside the model (`inference.models.model.Network`).
 
 The network has a cache of its own in blocks of the engine's numbers, so that block tables
 of the running sequences are its tables, too; which tokens of them it holds `CachedTokens` tells.
@@ -20,8 +20,7 @@ from inference.backend import Backend
 from inference.config import EngineConfig
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, clear_blocks
-from inference.models.model import Model
-from inference.models.network import Catching, Chain, Network
+from inference.models.model import Catching, Chain, Model, Network
 from inference.models.parts import Layer
 from inference.proposers import Proposer
 from inference.scheduling.batch import Ints, RunningBatch

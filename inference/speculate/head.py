@@ -23,8 +23,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError
 from inference.models.decoder import Decoder
 from inference.models.kv_cache import CacheShape, LayerCache, change_blocks
-from inference.models.model import ModelShape
-from inference.models.network import Computed, Network
+from inference.models.model import Computed, ModelShape, Network
 from inference.proposers import HiddenStates
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
@@ -122,7 +121,7 @@ def _cache(target: Target, shape: ModelShape) -> CacheShape:
 
 
 class HeadNetwork(Network):
-    """A head as what drafts; see `inference.models.network.Network`.
+    """A head as what drafts; see `inference.models.model.Network`.
 
     Args:
         head: What runs.

@@ -1,5 +1,7 @@
 """A model that runs by transformers' own code: any causal decoder that `formats.modeling` knows.
 
+Which models do so, and which run by the interpreters of declared families, `read_shape` says.
+
 Its linear layers are a backend's, its attention works on our cache; all else (norms, rotation,
 activations, routers, residuals, what is done with logits) is what transformers computes. Tokens of
 a step, of any sequences, lie in one row with their positions.
@@ -20,10 +22,13 @@ from torch import Tensor, nn
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.families.registry import find_family
 from formats.modeling.config import transformers_config
 from formats.modeling.layers import positions_of, structure_of
 from formats.modeling.structure import Structure
 from formats.namespace import later
+from inference.models.config import ModelConfig
+from inference.models.decoder import Decoder
 from inference.models.layers import LayerFactory
 from inference.models.model import KVHeads
 from inference.transformers_code.attention import TAKEN, Step, running
@@ -98,6 +103,9 @@ class CodeShape:
         """As of `inference.models.config.ModelConfig`."""
         full = sum(window is None for window in self.windows)
         return 3 * self.hidden_size * len(self.structure.blocks) / full if full else math.inf
+
+
+Shape = ModelConfig | CodeShape
 
 
 class CodeShaped(Protocol):
@@ -203,3 +211,59 @@ def _with_part(module: nn.Module, path: Sequence[str], part: nn.Module) -> nn.Mo
     twin._modules = dict(module._modules)
     twin._modules[path[0]] = part if len(path) == 1 else _with_part(inner, path[1:], part)
     return twin
+
+
+def check_config(checkpoint: Checkpoint) -> None:
+    """Refuse a config.json that describes no model, before anything else reads it.
+
+    Raises:
+        CheckpointError: what it says is missing, wrong or not run here.
+    """
+    if find_family(checkpoint.config) is None:
+        transformers_config(checkpoint.config)
+    else:
+        ModelConfig.from_checkpoint(checkpoint)
+
+
+def read_shape(
+    checkpoint: Checkpoint, factory: LayerFactory[Any, Any], *, transformers_code: bool = False
+) -> Shape:
+    """The shape of a checkpoint's model, which says whose code will run it.
+
+    A declared family that the device's kernels refuse runs by transformers' code, which is logged.
+
+    Args:
+        factory: The backend that it will run on.
+        transformers_code: Run a declared family by transformers' code, too.
+
+    Raises:
+        CheckpointError: it is a model that neither runs.
+    """
+    kind = checkpoint.config.get("model_type")
+    if find_family(checkpoint.config) is None:
+        shape = CodeShape.from_checkpoint(checkpoint)
+        log.info("%s: no family declares it; transformers' own code runs it", kind)
+        return shape
+    if transformers_code:
+        return CodeShape.from_checkpoint(checkpoint)
+    declared = ModelConfig.from_checkpoint(checkpoint)
+    try:
+        factory.check(declared)
+    except CheckpointError as refused:
+        shape = CodeShape.from_checkpoint(checkpoint)
+        log.warning("%s; transformers' own code runs it there, more slowly", refused)
+        return shape
+    return declared
+
+
+def load_model(
+    checkpoint: Checkpoint, shape: Shape, factory: LayerFactory[Any, Any], longest: int
+) -> Decoder[Any, Any] | CodeModel:
+    """Load a model for requests of up to so many tokens.
+
+    Raises:
+        CheckpointError: tensors are missing or do not fit.
+    """
+    if isinstance(shape, CodeShape):
+        return CodeModel(checkpoint, shape, factory, longest)
+    return Decoder(checkpoint, factory, longest)

@@ -27,7 +27,7 @@ from formats.errors import CheckpointError
 from formats.modeling.load import FAULTS
 from formats.modeling.states import cache_argument
 from inference.transformers_code.attention import current_step, only_rows, quiet
-from inference.transformers_code.functions import Constant, kinds_in_rows, methods_with, roundings
+from inference.transformers_code.known import Constant, kinds_in_rows, methods_with, roundings
 from inference.transformers_code.pieces import Piece
 from inference.transformers_code.projections import Projections
 from inference.transformers_code.state_pool import StatePool, StateShape, StatesInRows

@@ -25,7 +25,7 @@ from inference.backend import choose_backend
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
-from inference.transformers_code.choose import read_shape
+from inference.transformers_code.model import read_shape
 from ptq.certify.answering import answer_cases, measure_answers, measure_objects, object_cases
 from ptq.certify.certificate import (
     Certificate,

@@ -19,7 +19,7 @@ from inference.accuracy import Accuracy, Scorer, SequenceScores, check_sequences
 from inference.backend import choose_backend
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.transformers_code.choose import read_shape
+from inference.transformers_code.model import read_shape
 from ptq.plan.devices import on_gpu
 from ptq.recipe.schema import DevicesSpec, Recipe
 

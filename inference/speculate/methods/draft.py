@@ -13,20 +13,21 @@ from inference.proposers import DraftMethod
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from inference.models.network import Computed
+    from inference.models.model import Computed
     from inference.speculate.cached_tokens import KeptStates
     from inference.speculate.chain import ChainProposer, Target
     from kernels.attention_inputs import KVPool
 with later():
     from formats import tokenizer as tokenizers
     from formats.checkpoint import read
-    from inference.models import kv_cache, network
+    from inference.models import kv_cache
+    from inference.models import model as models
     from inference.speculate import cached_tokens, chain
-    from inference.transformers_code import choose as shapes
+    from inference.transformers_code import model as shapes
 
 
 class ModelNetwork:
-    """A whole model as what drafts; see `inference.models.network.Network`.
+    """A whole model as what drafts; see `inference.models.model.Network`.
 
     Args:
         forward: Runs it on its cache.
@@ -54,7 +55,7 @@ class ModelNetwork:
     def step(self, batch: Any, pools: Sequence[KVPool], hidden: Tensor | None) -> Computed:
         """`Network.step`, on the cache that `forward` runs on."""
         own = replace(batch, ids=batch.ids.clamp(max=self._vocabulary - 1))  # others pad the target
-        return network.Computed(self._forward(own)[:, : self._vocabulary], None)
+        return models.Computed(self._forward(own)[:, : self._vocabulary], None)
 
 
 def draft_proposer(name: str | None, target: Target) -> ChainProposer:

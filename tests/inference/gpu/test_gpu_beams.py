@@ -11,8 +11,7 @@ from inference.beam_search import BeamParams, BeamSearch
 from inference.config import EngineConfig
 from inference.gpu.backend import TritonBackend
 from inference.requests.request import SamplingParams
-from inference.scheduling.active import ActiveRequests
-from inference.scheduling.active_request import ActiveRequest
+from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Held

@@ -20,8 +20,7 @@ from inference.gpu.backend import TritonBackend
 from inference.gpu.loop import DeviceLoop
 from inference.requests.constraint import Constraint
 from inference.requests.request import SamplingParams
-from inference.scheduling.active import ActiveRequests
-from inference.scheduling.active_request import ActiveRequest
+from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.scheduler import Scheduler
 from inference.speculate.decoder import SpeculativeDecoder

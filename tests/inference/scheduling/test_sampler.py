@@ -11,8 +11,7 @@ import torch
 from inference.requests.detokenizer import Detokenizer
 from inference.requests.request import RequestOutput, SamplingParams
 from inference.scheduling.acceptance import Acceptance
-from inference.scheduling.active import ActiveRequests
-from inference.scheduling.active_request import ActiveRequest
+from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.sampler import (
     ROWS_AT_ONCE,

@@ -11,8 +11,8 @@ from inference.cpu.backend import CpuBackend
 from inference.cpu.loop import CodeStep
 from inference.models.read import StoredLinear
 from inference.transformers_code.attention import running
-from inference.transformers_code.functions import Constant
 from inference.transformers_code.known import (
+    Constant,
     KnownGatedMLP,
     KnownGatedNorm,
     KnownNorm,
