@@ -69,7 +69,7 @@ def write_tiny(kind: str, folder: Path) -> Path:
 
 def measured_row(kind: str, model: Path, folder: Path) -> dict[str, str]:
     """What a tiny model shows, by column of the table, but for what transformers opens."""
-    config = ModelConfig.from_checkpoint(Checkpoint.open(model))
+    config = ModelConfig.of(Checkpoint.open(model).config)
     engine = Engine.from_pretrained(model, config=EngineConfig(max_model_len=64))
     groups = make_plan(model, folder / "smoothed", methods=(SmoothQuantSpec(), RTNSpec())).smoothing
     found = {group.kind for group in groups}

@@ -15,7 +15,7 @@ from formats.families.family import LatentAttention
 from formats.scheme import ActivationSpec
 from inference.cpu.batch import Batch
 from inference.models.config import ModelConfig, Routing
-from inference.models.latent import LatentProjections
+from inference.models.parts import LatentProjections
 from inference.models.read import StoredLinear
 from kernels.attention_inputs import AttentionInputs
 from kernels.cpu import native

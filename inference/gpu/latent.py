@@ -1,7 +1,7 @@
 """Latent attention on a GPU: between the layer that reads attention's input and the o layer.
 
 Two launches more than other attention: each head's queries are multiplied by W^UK before, and what
-attention gives by W^UV after it (`inference.models.latent`), as batched products of cuBLAS. Queries
+attention gives by W^UV after it (`inference.models.parts`), as batched products of cuBLAS. Queries
 of two projections have a norm and a layer besides.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from formats.families.family import LatentAttention
 from inference.gpu.layers import GpuLinear, workspace_on
 from inference.models.config import ModelConfig
-from inference.models.latent import LatentProjections
+from inference.models.parts import LatentProjections
 from kernels.attention_inputs import AttentionInputs
 from kernels.triton.attention.latent import latent_attention
 from kernels.triton.attention.latent_write import latent_write

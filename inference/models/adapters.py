@@ -4,7 +4,7 @@
 
 q, k and v read the same input and are one layer here, as gate and up are: an adapter has a part for
 each of those that it changes. The channels of q and k lie as rotation wants them
-(`inference.models.channel_order`), and so do the rows of their B, and the keys that an adapter of
+(`inference.models.parts`), and so do the rows of their B, and the keys that an adapter of
 prefix tuning gives.
 """
 
@@ -20,12 +20,11 @@ from formats.adapters import Lora, LoraWeights
 from formats.adapters.prefix import Prefix
 from formats.errors import CheckpointError, EngineError
 from formats.families.family import LatentAttention
-from inference.models.channel_order import held_rows
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.feed_forward import GatedMLP
 from inference.models.layers import L, X
-from inference.models.parts import Layer
+from inference.models.parts import Layer, held_rows
 
 AdaptedLayer = Literal["qkv", "o", "gate_up", "down"]
 ADAPTED: tuple[AdaptedLayer, ...] = ("qkv", "o", "gate_up", "down")  # of each block, in this order

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
-from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.family import Family, LatentAttention, QKNorm
 from formats.families.registry import family_of
@@ -134,11 +133,6 @@ class ModelConfig:
         if self.latent is not None:  # calibration sees its keys in the order in which they run
             heads = KVHeads(1, self.latent.rotated, self.latent.rank, latent=True)
         return (heads,) * self.layers
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:
-        """Read and check a checkpoint's configuration; see `of`."""
-        return cls.of(checkpoint.config)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> ModelConfig:

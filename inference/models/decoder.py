@@ -24,12 +24,10 @@ from formats.checkpoint.read import Checkpoint
 from formats.families.names import EMBEDDING, FINAL_NORM, HEAD
 from formats.families.registry import block_names
 from formats.memory import release_freed_memory
-from inference.models.channel_order import with_divided_input
 from inference.models.config import ModelConfig
-from inference.models.latent import dequantized
 from inference.models.layers import L, LayerFactory, X
-from inference.models.parts import Layer, PartLoader
-from inference.models.read import read_linear
+from inference.models.parts import Layer, PartLoader, with_divided_input
+from inference.models.read import dequantized, read_linear
 from inference.models.shapes import check_shapes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,7 +64,7 @@ class Decoder(Generic[L, X]):
         config: ModelConfig | None = None,
     ) -> None:
         if config is None:
-            config = ModelConfig.from_checkpoint(checkpoint)
+            config = ModelConfig.of(checkpoint.config)
             check_shapes(checkpoint, config)
         self.config = config
         factory.check(config)
@@ -111,14 +109,12 @@ class Decoder(Generic[L, X]):
 
     def _embedding(self, parts: PartLoader[L, X], *, tied: bool) -> Tensor | None:
         if self._checkpoint.shares_head:
-            return None if self.head.gathers else self._head_values()
+            if self.head.gathers:  # else its layout gives no rows
+                return None
+            stored = read_linear(self._checkpoint, [HEAD], self._factory.device)
+            return dequantized(stored).to(self.dtype)
         shared = self.head.matrix if tied else None
         if shared is not None:
             return shared
         own = parts.finite(f"{EMBEDDING}.weight").to(self._factory.device)
         return own if own.dtype in FLOATS else own.to(self.dtype)
-
-    def _head_values(self) -> Tensor:
-        """The quantized head in floats, where its layout gives no rows."""
-        stored = read_linear(self._checkpoint, [HEAD], self._factory.device)
-        return dequantized(stored).to(self.dtype)

@@ -21,11 +21,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError
-from inference.models.config import ModelConfig, Routing
-from inference.models.layers import L, LayerFactory, X
-from inference.models.read import read_linear, read_stacks
+from inference.models.config import Routing
+from inference.models.layers import L, X
 from kernels.activations import Activation
 
 E = TypeVar("E")
@@ -102,61 +99,3 @@ def by_expert(
         if len(rows):
             outputs[rows] = run(expert, rows // chosen.shape[1])
     return outputs.unflatten(0, chosen.shape)
-
-
-def load_feed_forward(
-    checkpoint: Checkpoint, block: str, config: ModelConfig, factory: LayerFactory[L, X]
-) -> FeedForward[L, X]:
-    """Read the feed-forward layer of a block; it is a mixture if the checkpoint has its router.
-
-    Args:
-        block: Full name.
-        config: The decoder's shape, with how its routers choose.
-
-    Raises:
-        CheckpointError: a tensor is missing, or the router is not one of these experts.
-    """
-
-    def linear(*modules: str) -> L:
-        return factory.linear(read_linear(checkpoint, modules, factory.device))
-
-    def gated(module: str, gate: str, up: str, down: str) -> GatedMLP[L]:
-        merged = linear(f"{module}.{gate}", f"{module}.{up}")
-        return GatedMLP(merged, linear(f"{module}.{down}"), config.activation)
-
-    family, routing = config.family, config.routing
-    layer, names = family.feed_forward, family.mixture
-    dense = (layer.gate, layer.up, layer.down)
-    if routing is None or names is None:
-        return gated(f"{block}.mlp", *dense)
-    moe = f"{block}.{names.module}"
-    router = f"{moe}.{names.router}"
-    if f"{router}.weight" not in checkpoint:  # these families have dense blocks too
-        return gated(f"{block}.mlp", *dense)
-    count = checkpoint.shape(f"{router}.weight")[0]
-    if count != routing.experts:
-        raise CheckpointError(
-            f"{router} chooses among {count} experts, config.json says {routing.experts}. The "
-            "checkpoint and its config.json do not belong together"
-        )
-
-    def experts(*leaves: str) -> X:
-        modules = [[f"{moe}.experts.{i}.{leaf}" for leaf in leaves] for i in range(count)]
-        return factory.experts(read_stacks(checkpoint, modules, factory.device), count)
-
-    shared, shared_gate = f"{moe}.{names.shared}", f"{moe}.{names.shared_gate}"
-    has_gate = names.shared_gate is not None and f"{shared_gate}.weight" in checkpoint
-    has_shared = has_gate if names.shared_gate else names.shared is not None
-    correction = None
-    if names.correction is not None:
-        correction = checkpoint.tensor(f"{router}.{names.correction}").float().to(factory.device)
-    return MixtureOfExperts(
-        routing=routing,
-        gate_up=experts(*names.expert.gate_up),
-        down=experts(names.expert.down),
-        router=linear(router),
-        shared=gated(shared, *dense) if has_shared else None,
-        shared_gate=linear(shared_gate) if has_gate else None,
-        activation=config.expert_activation,
-        correction=correction,
-    )

@@ -17,8 +17,8 @@ from formats.families.family import LatentAttention
 from formats.families.registry import find_family
 from formats.modeling.layers import attention_names
 from inference.config import EngineConfig
-from inference.models.channel_order import held_scales
 from inference.models.model import KVHeads, ModelShape
+from inference.models.parts import held_scales
 from inference.scheduling.blocks import BlockChanges
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import INT4, TYPES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
@@ -14,6 +14,7 @@ from formats.checkpoint.kv_scales import LEAF
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.scheme import LayerScheme
+from kernels.numerics import dequantize
 
 TOGETHER = 1 << 25  # weights of experts that are read and packed at once
 
@@ -55,11 +56,9 @@ class StoredLinear:
 
     def unstacked(self) -> Iterator[StoredLinear]:
         """The layers of a stack."""
-        beside = (self.scale, self.zero_point, self.bias, self.input_scale, self.order, self.unit)
-        beside += (self.sink_scale,)
+        tensors = {name: own for name, own in vars(self).items() if isinstance(own, Tensor)}
         for i, names in enumerate(self.names):
-            own = (None if tensor is None else tensor[i] for tensor in beside)
-            yield StoredLinear([names], self.scheme, self.weight[i], *own)
+            yield replace(self, names=[names], **{name: own[i] for name, own in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -137,6 +136,17 @@ def finite(checkpoint: Checkpoint, name: str) -> Tensor:
             f"{name} holds NaN or infinity. The checkpoint is damaged; copy or write it again"
         )
     return tensor
+
+
+def dequantized(stored: StoredLinear) -> Tensor:
+    """The floats that a layer multiplies: [N, K], its inputs in their own order."""
+    weight = stored.weight
+    if stored.scale is not None:
+        block = (1, stored.group or -1)
+        weight = dequantize(weight, stored.scale, stored.zero_point, block)
+    if stored.order is None:
+        return weight
+    return torch.empty_like(weight).index_copy_(1, stored.order, weight)
 
 
 def _form(checkpoint: Checkpoint, modules: Sequence[str]) -> Form:

@@ -25,7 +25,7 @@ from formats.modeling.model import SideBySide, found_model, meta_model
 from formats.modeling.structure import Structure
 from formats.scheme import LayerScheme
 from inference.models.layers import LayerFactory, LinearLayer
-from inference.models.read import StoredLinear, read_linear
+from inference.models.read import StoredLinear, dequantized, finite, read_linear
 from inference.transformers_code.attention import NAME, attend
 from inference.transformers_code.known import use_kernels
 from inference.transformers_code.linear import (
@@ -42,7 +42,6 @@ from inference.transformers_code.linear import (
     takes_rows,
 )
 from inference.transformers_code.state import stand_in, state_shapes, states_of
-from kernels.numerics import dequantize
 
 AttentionInterface.register(NAME, attend)
 
@@ -304,7 +303,8 @@ class _Loader:
             layer = self._read_as_one(list(group.values())) if len(group) > 1 else None
             if layer is None:
                 for name, own in group.items():
-                    setattr(parent, name, BackendLinear(self._read((own,))))
+                    stored = read_linear(self._checkpoint, (own,), self._factory.device)
+                    setattr(parent, name, BackendLinear(self._factory.linear(stored)))
                 continue
             shared = SharedInput(layer, [linears[name].out_features for name in group])
             for index, name in enumerate(group):
@@ -313,9 +313,6 @@ class _Loader:
     def _stored_module(self, module: str) -> str:
         """Name of a module of the code in the files."""
         return self._stored.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
-
-    def _read(self, modules: tuple[str, ...]) -> LinearLayer:
-        return self._factory.linear(read_linear(self._checkpoint, modules, self._factory.device))
 
     def _read_as_one(self, modules: Sequence[str]) -> LinearLayer | None:
         """Layers that read one input as one layer; None where they are not quantized alike."""
@@ -335,20 +332,9 @@ class _Loader:
         if stored not in self._checkpoint:
             stored = self._structure.tied.get(stored, stored)
         if self._checkpoint.shares_head and stored == f"{self._structure.embedding}.weight":
-            return self._head_values()
-        tensor = self._checkpoint.tensor(stored)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(
-                f"{stored} holds NaN or infinity. The checkpoint is damaged; copy or write it again"
-            )
-        return tensor
-
-    def _head_values(self) -> Tensor:
-        """The quantized head in floats, for an embedding that its code computes itself."""
-        weight = self._checkpoint.weight(self._structure.head)
-        spec = self._checkpoint.scheme_of(self._structure.head).weights
-        assert spec is not None
-        return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
+            head = read_linear(self._checkpoint, (self._structure.head,), torch.device("cpu"))
+            return dequantized(head)  # for an embedding that its code computes itself
+        return finite(self._checkpoint, stored)
 
 
 def _as_one(parent: nn.Module, name: str, parts: Sequence[str]) -> None:

@@ -222,7 +222,7 @@ def check_config(checkpoint: Checkpoint) -> None:
     if find_family(checkpoint.config) is None:
         transformers_config(checkpoint.config)
     else:
-        ModelConfig.from_checkpoint(checkpoint)
+        ModelConfig.of(checkpoint.config)
 
 
 def read_shape(
@@ -246,7 +246,7 @@ def read_shape(
         return shape
     if transformers_code:
         return CodeShape.from_checkpoint(checkpoint)
-    declared = ModelConfig.from_checkpoint(checkpoint)
+    declared = ModelConfig.of(checkpoint.config)
     try:
         factory.check(declared)
     except CheckpointError as refused:

@@ -45,7 +45,7 @@ def test_logits_are_those_of_transformers(glm):
 def test_norms_of_q_and_k_are_there_if_the_configuration_says_so(make_model):
     plain = make_model("glm4_moe", **SIZES | {"use_qk_norm": False, "attention_bias": False})
     check_engine(plain, random_tokens(1, 40).ids[0].clamp(min=1))
-    assert ModelConfig.from_checkpoint(Checkpoint.open(plain)).qk_norm == "none"
+    assert ModelConfig.of(Checkpoint.open(plain).config).qk_norm == "none"
 
 
 def test_blocks_are_those_of_transformers(glm):

@@ -111,5 +111,5 @@ def test_it_is_not_converted_to_other_layouts(phi3, tmp_path):
 
 def test_gpus_take_it(phi3):
     backend = pytest.importorskip("inference.gpu.backend")
-    config = ModelConfig.from_checkpoint(Checkpoint.open(phi3))
+    config = ModelConfig.of(Checkpoint.open(phi3).config)
     backend.TritonBackend(torch.device("cpu"), torch.float16).check(config)

@@ -12,8 +12,8 @@ from formats.scheme import PRESETS, KVCacheSpec, Scheme
 from inference.cpu.backend import CpuBackend
 from inference.cpu.layers import pack_linear
 from inference.engine import Engine
-from inference.models.channel_order import held_heads, held_rows, held_scales, with_divided_input
 from inference.models.decoder import Decoder
+from inference.models.parts import held_heads, held_rows, held_scales, with_divided_input
 from inference.models.read import StoredLinear
 from kernels.numerics import TYPES
 from ptq.pipeline.driver import quantize_tokens
