@@ -636,7 +636,7 @@ class Engine:
         for fill in changes.fills:
             self.backend.write_kv(self.pools, self._adapters.tokens(fill))
         if self.speculation is not None:
-            self.speculation.note_changes(changes)
+            self.speculation.proposer.note_changes(changes)
 
     def _parts(self, sequence: TokenSequence, step: int, *, rounded: bool) -> Iterator[Work]:
         """The steps of so many tokens that compute a sequence that is run apart; where states are

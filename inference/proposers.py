@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from formats.errors import EngineError
 
@@ -44,7 +44,13 @@ class HiddenStates:
 
 
 class Proposer(Protocol):
-    """Says how sequences may go on; whatever it says, the tokens are the same."""
+    """Says how sequences may go on; whatever it says, the tokens are the same.
+
+    Attributes:
+        reads: Hidden states of the model that it reads; None where it reads tokens alone.
+    """
+
+    reads: HiddenStates | None = None
 
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
         """Write drafts of running sequences to `batch.ids[place, known:]`.
@@ -67,18 +73,6 @@ class Proposer(Protocol):
             tokens: Its tokens.
             prompt: How many of them, the first, are its prompt's.
         """
-        ...
-
-
-@runtime_checkable
-class HiddenStateProposer(Proposer, Protocol):
-    """A proposer that reads hidden states of the model that it drafts for.
-
-    Attributes:
-        reads: Which ones.
-    """
-
-    reads: HiddenStates
 
     def note_hidden(self, work: Work) -> None:
         """Hidden states of a step's tokens were given to `reads.keep`.
@@ -86,11 +80,9 @@ class HiddenStateProposer(Proposer, Protocol):
         Args:
             work: Tokens that are known, of sequences that are still at their places.
         """
-        ...
 
     def note_changes(self, changes: BlockChanges) -> None:
         """Blocks of the model's cache were copied, before the next step is computed."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from formats.errors import EngineError, RequestError
 from formats.scheme import Strict
 from inference.bench.tasks import Task, forced
 from inference.engine import Engine
+from inference.proposers import Proposer
 from inference.requests.request import RequestOutput, SamplingParams
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import blocks_for
@@ -225,8 +226,8 @@ def chance_of(acceptance: float, depth: int | None) -> float:
     return high
 
 
-class Oracle:
-    """Drafts of outputs of one token; see `inference.proposers.Proposer`.
+class Oracle(Proposer):
+    """Drafts of outputs of one token.
 
     Args:
         chance: With which a draft is right.
@@ -244,6 +245,3 @@ class Oracle:
         rows, within = np.nonzero(position < most[:, None])
         batch.ids[places[rows], batch.known[places[rows]] + within] = draft[rows, within]
         return most
-
-    def note_end(self, tokens: object, prompt: int) -> None:
-        """Nothing: all is known."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inference.cpu.batch import StateBatch, plan_tokens
-from inference.models.model import Catching, Computed, Network
+from inference.models.model import Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.sampler import draw_token
 from inference.scheduling.work import Work, lay_out
@@ -33,10 +33,11 @@ class HostChain:
         self._network, self._pools, self._most = network, pools, most
         self._features, self._shift = features, network.shift
 
-    def draft(self, wanted: Catching) -> tuple[Ints, Bools]:
+    def draft(
+        self, batch: RunningBatch, places: Ints, starts: Ints, most: Ints
+    ) -> tuple[Ints, Bools]:
         """`Chain.draft`, the first drafts by what is computed of known tokens."""
-        batch, places, most = wanted.batch, wanted.places, wanted.most
-        logits, hidden = self._catch_up(batch, places, wanted.starts)
+        logits, hidden = self._catch_up(batch, places, starts)
         counts, going = np.zeros_like(places), np.arange(len(places))
         broken = np.zeros(len(places), np.bool_)
         while len(going):

@@ -260,13 +260,13 @@ class HostLoop:
     def _computed(self, work: Work) -> Tensor:
         """Logits of a step, whose hidden states go to who drafts, if it reads any."""
         batch, drafter = self._planned(work), self._scheduler.drafter
-        wanted = None if drafter is None else drafter.reads
+        wanted = None if drafter is None else drafter.proposer.reads
         if drafter is None or wanted is None:
             return self.forward(batch)
         hidden = torch.empty(work.tokens, len(wanted.blocks), wanted.size, dtype=wanted.dtype)
         logits = self.forward(replace(batch, taps=torch.tensor(wanted.blocks), hidden=hidden))
         wanted.keep(hidden, batch.slots)
-        drafter.note_hidden(work)
+        drafter.proposer.note_hidden(work)
         return logits
 
     def score(self, work: Work) -> Tensor:

@@ -27,7 +27,7 @@ from inference.gpu.fields import Arrays, Fields, HostBlocks, Shape
 from inference.gpu.layers import workspace_on
 from inference.gpu.memory import capturing
 from inference.gpu.sizes import decodes_of
-from inference.models.model import Catching, Computed, Network
+from inference.models.model import Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.transformers_code.pieces import Piece
 from kernels.attention_inputs import KV_BLOCK, KVPool
@@ -137,43 +137,46 @@ class DeviceChain:
             self._pool = torch.cuda.graph_pool_handle()
 
     @torch.no_grad()
-    def draft(self, wanted: Catching) -> tuple[Ints, Bools]:
+    def draft(
+        self, batch: RunningBatch, places: Ints, starts: Ints, most: Ints
+    ) -> tuple[Ints, Bools]:
         """`Chain.draft`."""
         with launches_on(self._device):
             self._workspace = workspace_on(self._device)  # held, so that all kernels share it
-            starts = self._computed_before(wanted)
-            depth = min(int(wanted.most.max()), MOST_DRAFTS)
-            found = self._chain(wanted, starts, depth)
-        most = np.minimum(wanted.most, depth)
+            starts = self._computed_before(batch, places, starts)
+            depth = min(int(most.max()), MOST_DRAFTS)
+            found = self._chain(batch, places, starts, most, depth)
+        most = np.minimum(most, depth)
         inside = np.arange(depth)[:, None] < most
         bad = (found < 0) & inside
         broken = np.logical_or.reduce(bad, axis=0)
         counts = np.where(broken, bad.argmax(axis=0), most)
-        batch, places = wanted.batch, wanted.places
         for i in range(depth):
             own = np.flatnonzero(counts > i)
             batch.ids[places[own], batch.known[places[own]] + i] = found[i, own]
         return counts, broken
 
-    def _chain(self, wanted: Catching, starts: Ints, depth: int) -> NDArray[np.int64]:
+    def _chain(
+        self, batch: RunningBatch, places: Ints, starts: Ints, most: Ints, depth: int
+    ) -> NDArray[np.int64]:
         """Drafts [depth, sequences], those after what a sequence is to have without meaning."""
-        count = len(wanted.places)
-        left = wanted.batch.known[wanted.places] - self._network.shift - starts
-        most = decodes_of(count).decodes
-        size = ChainSize(decodes_of(int(left.sum())).decodes, most)
-        state, rows = self._state(most), self._fields(size)
-        own = self._blocks.next(most, lambda: sequence_shapes(most, self._width))
+        count, shift = len(places), self._network.shift
+        left = batch.known[places] - shift - starts
+        padded = decodes_of(count).decodes
+        size = ChainSize(decodes_of(int(left.sum())).decodes, padded)
+        state, rows = self._state(padded), self._fields(size)
+        own = self._blocks.next(padded, lambda: sequence_shapes(padded, self._width))
         step = self._blocks.next(size, lambda: row_shapes(size.tokens))
-        write_sequences(own.arrays, wanted, self._network.shift)
-        write_rows(step.arrays, wanted.batch, wanted.places, starts, left, self._network.shift)
+        write_sequences(own.arrays, batch, places, most, shift)
+        write_rows(step.arrays, batch, places, starts, left, shift)
         write_last(own.arrays, left, size.tokens)
         state.fields.upload(own.bytes)
         rows.upload(step.bytes)
-        self._run(size, self._pieces(wanted.batch, wanted.places, starts, left))
+        self._run(size, self._pieces(batch, places, starts, left))
         for i in range(1, depth):
-            places = np.where(wanted.most > i, wanted.places, wanted.batch.spare)
-            pieces = self._pieces(wanted.batch, places, starts + left + i - 1, np.ones_like(left))
-            self._run(most, pieces)
+            going = np.where(most > i, places, batch.spare)
+            pieces = self._pieces(batch, going, starts + left + i - 1, np.ones_like(left))
+            self._run(padded, pieces)
         drafts = state.drafts[:depth]
         if not self._on_gpu:
             return drafts[:, :count].numpy()
@@ -292,17 +295,15 @@ class DeviceChain:
         found = [] if pieces is None else pieces(*tokens, longest=longest)
         return [own.moved(lambda x: x.to(self._device)) for own in found]
 
-    def _computed_before(self, wanted: Catching) -> Ints:
+    def _computed_before(self, batch: RunningBatch, places: Ints, starts: Ints) -> Ints:
         """Compute what is more than `ROWS` tokens of a sequence; from where on others are left."""
-        batch, places, shift = wanted.batch, wanted.places, self._network.shift
-        starts = wanted.starts.copy()
-        ends = batch.known[places] - shift
+        ends = batch.known[places] - self._network.shift
         ends = np.where(ends - starts > ROWS, ends - 1, starts)
         while (left := ends - starts).any():
             now = np.clip(self._most - (np.cumsum(left) - left), 0, left)
             some = np.flatnonzero(now)
             self._prefill(batch, places[some], starts[some], now[some])
-            starts += now
+            starts = starts + now
         return starts
 
     def _prefill(self, batch: RunningBatch, places: Ints, starts: Ints, counts: Ints) -> None:
@@ -351,13 +352,14 @@ def row_shapes(tokens: int) -> dict[str, Shape]:
     }
 
 
-def write_sequences(arrays: Arrays, wanted: Catching, shift: int) -> None:
+def write_sequences(
+    arrays: Arrays, batch: RunningBatch, places: Ints, most: Ints, shift: int
+) -> None:
     """Write what is said of sequences; rows after them stand for none."""
-    batch, places = wanted.batch, wanted.places
     count, known = len(places), batch.known[places]
     values = {
         "positions": known - shift,
-        "limit": known - shift + wanted.most - 2,
+        "limit": known - shift + most - 2,
         "steps": known - batch.prompt[places],
         **{name: batch.terms.draws[name][places] for name in DRAWS},
     }

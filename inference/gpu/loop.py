@@ -100,7 +100,7 @@ class DeviceLoop:
         alive &= ~spoiled
         drafter = self._scheduler.drafter
         if launched.hidden and drafter is not None:
-            drafter.note_hidden(work.taken(alive))
+            drafter.proposer.note_hidden(work.taken(alive))
         device = np.flatnonzero(alive & work.samples & ~work.host)
         logprobs, firsts = launched.logprobs(), launched.firsts
         result = waiting
@@ -127,7 +127,7 @@ class DeviceLoop:
         sequences, rows = scheduler.max_batch_size, 0
         if scheduler.drafter is not None:
             rows = min(sequences * (1 + WARM_DRAFTS), MOST_WARM)
-            self.runner.tell_hidden(scheduler.drafter.reads)
+            self.runner.tell_hidden(scheduler.drafter.proposer.reads)
         self._warm(sequences, scheduler.max_batched_tokens, rows)
         if scheduler.drafter is not None:
             scheduler.drafter.learn_times(self.runner.step_times)
@@ -171,7 +171,7 @@ class DeviceLoop:
     def _launch(self, work: Work, prepared: Prepared | None = None) -> Launched:
         self._requests.prepare_cache()
         drafter = self._scheduler.drafter
-        reads = None if drafter is None else drafter.reads
+        reads = None if drafter is None else drafter.proposer.reads
         self.runner.tell_hidden(reads)
         launched = self.runner.launch(work, prepared)
         launched.hidden = reads is not None

@@ -137,26 +137,19 @@ class Network(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Catching:
-    """Sequences that get drafts, and what is to be computed for them first.
-
-    Attributes:
-        starts: How many tokens of each the network's cache holds.
-        most: Most drafts of each, at least one.
-    """
-
-    batch: RunningBatch
-    places: Ints
-    starts: Ints
-    most: Ints
-
-
 class Chain(Protocol):
     """Runs a network over sequences."""
 
-    def draft(self, wanted: Catching) -> tuple[Ints, Bools]:
+    def draft(
+        self, batch: RunningBatch, places: Ints, starts: Ints, most: Ints
+    ) -> tuple[Ints, Bools]:
         """Write drafts to `batch.ids`, after what is known.
+
+        Args:
+            batch: The sequences.
+            places: Which of them get drafts.
+            starts: How many tokens of each the network's cache holds.
+            most: Most drafts of each, at least one.
 
         Returns:
             How many there are of each sequence, and of which the logits were not finite: these

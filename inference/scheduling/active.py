@@ -361,7 +361,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         self.candidates.pop(request.sequence.name, None)
         drafter = self._scheduler.drafter
         if drafter is not None and reason != "error":
-            drafter.note_end([*request.prompt, *request.tokens], len(request.prompt))
+            drafter.proposer.note_end([*request.prompt, *request.tokens], len(request.prompt))
         return request.close(reason, error, param)
 
     def ask_for_less(self, error: Exception) -> list[RequestOutput]:

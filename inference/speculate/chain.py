@@ -20,7 +20,7 @@ from inference.backend import Backend
 from inference.config import EngineConfig
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, clear_blocks
-from inference.models.model import Catching, Chain, Model, Network
+from inference.models.model import Chain, Model, Network
 from inference.models.parts import Layer
 from inference.proposers import Proposer
 from inference.scheduling.batch import Ints, RunningBatch
@@ -148,14 +148,11 @@ class ChainProposer(Proposer):
         own, known = places[going], batch.known[places[going]]
         starts = self._held.count(batch, own)
         self._held.begin(batch, own, starts, known - self._shift + most[going] - 1)
-        counts[going], broken = self._chain.draft(Catching(batch, own, starts, most[going]))
+        counts[going], broken = self._chain.draft(batch, own, starts, most[going])
         self._give_up(batch, own[broken])
         ends = self._kept(known, counts[going])
         self._held.finish(batch, own[~broken], starts[~broken], ends[~broken])
         return counts
-
-    def note_end(self, tokens: Sequence[int], prompt: int) -> None:
-        """`Proposer.note_end`: what is cached of it is found by its tokens."""
 
     def _ready(self, batch: RunningBatch, places: Ints) -> Ints:
         """Indices of the sequences for which it can draft."""

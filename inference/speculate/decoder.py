@@ -17,14 +17,13 @@ any case, so that the time of such a step stays known.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from inference.proposers import HiddenStateProposer, Proposer
+from inference.proposers import Proposer
 from inference.scheduling.batch import Ints, RunningBatch
-from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.work import Work
 from inference.speculate.counts import Tally
 from inference.speculate.estimates import Floats, Rates, StepTime, Trials
@@ -48,18 +47,15 @@ class SpeculativeDecoder:
     """What the scheduler asks for drafts.
 
     Args:
-        proposer: Makes them.
         places: Most sequences that run at once.
         depth: Drafts of each sequence in every step; None: as many as pay.
 
     Attributes:
-        reads: Hidden states of each step that the proposer reads, if any.
+        proposer: Makes them.
     """
 
     def __init__(self, proposer: Proposer, places: int, depth: int | None = None) -> None:
-        self._proposer, self._depth = proposer, depth
-        self._reader = proposer if isinstance(proposer, HiddenStateProposer) else None
-        self.reads = None if self._reader is None else self._reader.reads
+        self.proposer, self._depth = proposer, depth
         self._most = MOST_DEPTH if depth is None else depth
         self._tally, self._rates, self._trials = Tally(self._most), Rates(places), Trials()
         self._plain, self._drafting = StepTime(1.0), StepTime()
@@ -125,9 +121,9 @@ class SpeculativeDecoder:
             most: Most of each, at least one.
         """
         if self._depth is not None:
-            return self._proposer.propose(batch, places, most)
+            return self.proposer.propose(batch, places, most)
         start = time.perf_counter()
-        counts = self._proposer.propose(batch, places, most)
+        counts = self.proposer.propose(batch, places, most)
         self._now.drafting = time.perf_counter() - start
         if (self._drafted[places] == self._steps - 1).all():  # else it had to catch up
             self._drafting.note(int(most.max()), self._now.drafting)
@@ -193,23 +189,6 @@ class SpeculativeDecoder:
     def accepted(self) -> Ints:
         """How many of them were accepted, likewise."""
         return self._tally.counted()[1]
-
-    def note_hidden(self, work: Work) -> None:
-        """Learn that hidden states of a step's tokens, all known by now, were given to `keep`.
-
-        Its sequences are still at their places.
-        """
-        assert self._reader is not None
-        self._reader.note_hidden(work)
-
-    def note_changes(self, changes: BlockChanges) -> None:
-        """Blocks of the cache were copied, those that were to be."""
-        if self._reader is not None:
-            self._reader.note_changes(changes)
-
-    def note_end(self, tokens: Sequence[int], prompt: int) -> None:
-        """A request ended, and not by an error: its tokens, the first `prompt` its prompt's."""
-        self._proposer.note_end(tokens, prompt)
 
     def _paying(self, places: Ints, most: Ints) -> Ints:
         """As many drafts of each sequence as make the most tokens a second."""

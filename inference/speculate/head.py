@@ -144,7 +144,7 @@ class HeadNetwork(Network):
 
 
 class HeadProposer(ChainProposer):
-    """A proposer that runs a head; see `inference.proposers.HiddenStateProposer`.
+    """A proposer that runs a head; see `inference.proposers.Proposer`.
 
     Args:
         head: What it runs.
@@ -177,12 +177,12 @@ class HeadProposer(ChainProposer):
         self._features.index_copy_(0, where, self._head.features(hidden))
 
     def note_hidden(self, work: Work) -> None:
-        """`HiddenStateProposer.note_hidden`: features of these tokens are there."""
+        """`Proposer.note_hidden`: features of these tokens are there."""
         self._known.count(work.batch, work.places)
         self._known.finish(work.batch, work.places, work.starts, work.starts + work.counts)
 
     def note_changes(self, changes: BlockChanges) -> None:
-        """`HiddenStateProposer.note_changes`: copies have what the copied blocks have."""
+        """`Proposer.note_changes`: copies have what the copied blocks have."""
         change_blocks(self._pools, changes)
         if changes.copies:
             sources, targets = torch.tensor(changes.copies, device=self._features.device).T

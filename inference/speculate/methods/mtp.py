@@ -10,7 +10,7 @@ their last one, and around it (`formats.families.predicting` has the names, MiMo
 Where h_t is not there yet, y_{t-1} stands for it. Where a file lacks the embedding or the head,
 they are the model's. A checkpoint that was quantized here has the layer, too. Of several such
 layers, each trained for a token further on, the first drafts all, from its own y. Where
-transformers' code runs the model, it runs the layer (`inference.transformers_code.predicting`).
+transformers' code runs the model, it runs the layer (`inference.speculate.code_predictor`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from inference.speculate.chain import NetworkBackend, Target
     from inference.speculate.head import HeadProposer
     from inference.transformers_code.model import CodeModel
-    from inference.transformers_code.predicting import CodePredictor
     from kernels.attention_inputs import KVPool
 with later():
     import torch
@@ -42,9 +41,8 @@ with later():
     from formats.checkpoint import read
     from inference.models import decoder
     from inference.models import parts as loading
-    from inference.speculate import chain
+    from inference.speculate import chain, code_predictor
     from inference.speculate import head as heads
-    from inference.transformers_code import predicting as by_code
 
 log = logging.getLogger("ptq.inference")
 
@@ -113,33 +111,6 @@ class PredictingLayer:
         return self._head(self._backend.rms_norm(y, self._norm, self.shape.eps)).float()
 
 
-class CodeLayer:
-    """A loaded layer that transformers' code runs; see `inference.speculate.head.Head`.
-
-    Args:
-        blocks: Of its model.
-        backend: Where that runs.
-
-    Attributes:
-        shape: Of a model of one such block.
-        taps: The output of the model's last block.
-        captured: Whether a GPU may capture its steps: experts ask the host for their tokens.
-    """
-
-    def __init__(self, layer: CodePredictor, blocks: int, backend: NetworkBackend) -> None:
-        self.shape, self.taps, self.logits = layer.config, (blocks,), layer.logits
-        self.captured = not layer.has_experts
-        self._layer, self._backend = layer, backend
-
-    def features(self, hidden: Tensor) -> Tensor:
-        """[T, 1, H] to [T, H]: what the model's head reads."""
-        return hidden[:, 0]
-
-    def run(self, batch: Any, features: Tensor, pool: KVPool) -> Tensor:
-        """y [T, H]; K and V of the tokens go into the cache."""
-        return self._layer.run(self._backend.code_step(self._layer, [pool], batch), features)
-
-
 def _names_of(target: Target) -> Predicting | None:
     """Where the layer is; None of a family that has none.
 
@@ -160,8 +131,7 @@ def _load(checkpoint: Checkpoint, names: Predicting, target: Target) -> heads.He
     if isinstance(model, decoder.Decoder):
         return PredictingLayer(checkpoint, names, model, backend, longest)
     config, code = target.checkpoint.config, cast("CodeModel", model)
-    layer = by_code.CodePredictor(checkpoint, config, names, code, backend, longest)
-    return CodeLayer(layer, len(code.layers), backend)
+    return code_predictor.CodePredictor(checkpoint, config, names, code, backend, longest)
 
 
 def mtp_proposer(name: str | None, target: Target) -> HeadProposer:

@@ -71,9 +71,6 @@ class NGramProposer(Proposer):
             self.confidence[row, :count] = chance
         return counts
 
-    def note_end(self, tokens: Sequence[int], prompt: int) -> None:
-        """Nothing: only a request's own tokens are looked at."""
-
     def _text(self, batch: RunningBatch, place: int) -> Text:
         serial, found = int(batch.serial[place]), self._texts.get(place)
         if found is None or found[0] != serial:

@@ -38,7 +38,7 @@ def test_a_model_that_drafts_for_itself_is_right(tmp_path):
     proposed = own.proposed.sum()
     assert own.accepted.sum() > 0.95 * proposed > 20
     runner.check_integrity()
-    network = own._proposer._chain._network
+    network = own.proposer._chain._network
     forward = network._forward
     network._forward = lambda batch: forward(batch).fill_(torch.nan)
     assert runner.generate(PROMPTS[:1], params[:1])[0].token_ids == wanted[0].token_ids

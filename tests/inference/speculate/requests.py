@@ -9,6 +9,7 @@ import numpy as np
 
 from formats.errors import RequestError
 from inference.engine import Engine
+from inference.proposers import Proposer
 from inference.requests.constraint import Constraint
 from inference.requests.request import RequestOutput, SamplingParams
 from inference.scheduling.batch import Ints, RunningBatch
@@ -35,7 +36,7 @@ def request_count(usual: int = 40) -> int:
     return int(os.environ.get("PTQ_SPECULATED_REQUESTS", usual))
 
 
-class Proposing:
+class Proposing(Proposer):
     """A proposer whose drafts follow from the text alone.
 
     Attributes:
@@ -112,7 +113,7 @@ class Replay(Proposing):
 def spied(runner: Engine) -> list[tuple[list[int], list[int]]]:
     """Texts and what is drafted after them, from now on."""
     assert runner.speculation is not None
-    proposer, seen = runner.speculation._proposer, []
+    proposer, seen = runner.speculation.proposer, []
     propose = proposer.propose
 
     def noted(batch: RunningBatch, places: Ints, most: Ints) -> Ints:

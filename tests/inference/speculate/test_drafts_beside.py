@@ -63,7 +63,7 @@ def test_beams_are_the_same_beside_requests_with_drafts(tiny_llama, method):
             texts = [[*p, *t] for p, t in zip(prompts, found[0][1], strict=True)]
             drafted(runner, texts, 0.8)
         if runner.speculation is not None:
-            proposer = runner.speculation._proposer
+            proposer = runner.speculation.proposer
             proposer.propose = refusing_beams(proposer.propose)
         searches = [BeamSearch(runner, prompt, beams) for prompt in prompts[:1]]
         names = [runner.add_request(prompt, params) for prompt in prompts]

@@ -39,7 +39,7 @@ def engine(folder, draft=None, depth=4, **config) -> Engine:
 
 
 def proposer_of(runner: Engine) -> ChainProposer:
-    return runner.speculation._proposer  # pyright: ignore[reportReturnType]
+    return runner.speculation.proposer  # pyright: ignore[reportReturnType]
 
 
 def acceptance(runner: Engine) -> float:

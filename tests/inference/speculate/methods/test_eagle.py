@@ -140,7 +140,7 @@ def test_what_a_head_made_of_drafts_is_made_again_of_what_came(tiny_llama, refer
     held = []
     for depth in (1, 4):
         runner = engine(tiny_llama, head, depth)
-        own = runner.speculation._proposer
+        own = runner.speculation.proposer
         assert isinstance(own, HeadProposer)
         logits, favoured = own._head.logits, torch.nn.functional.one_hot(torch.tensor(7), 384)
         own._head.logits = lambda y, logits=logits, f=favoured: logits(y) + 1e6 * f
@@ -239,7 +239,7 @@ def test_the_other_layout_is_read(tiny_llama, reference, head, tmp_path):
 
 def test_logits_that_are_not_finite_draft_nothing_and_leave_nothing(tiny_llama, reference, head):
     runner = engine(tiny_llama, head)
-    own = runner.speculation._proposer
+    own = runner.speculation.proposer
     assert isinstance(own, HeadProposer)
     features = own._head.features
     own._head.features = lambda hidden: features(hidden) * torch.nan

@@ -108,6 +108,6 @@ def test_a_rotated_model_and_a_layer_that_is_not_are_named(plain, folder, tmp_pa
 @pytest.mark.parametrize("plain", STATEFUL, indirect=True, scope="module")
 def test_the_embedding_and_the_head_are_those_of_the_model(folder):
     runner = engine(folder)
-    layer = runner.speculation._proposer._head._layer._model
+    layer = runner.speculation.proposer._head._model
     for get in ("get_input_embeddings", "get_output_embeddings"):
         assert getattr(layer, get)() is getattr(runner.model.module, get)()

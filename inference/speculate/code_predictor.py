@@ -22,27 +22,30 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.predicting import Predicting
-from inference.models.layers import LayerFactory
 from inference.models.model import KVHeads
-from inference.transformers_code.attention import Step, running
+from inference.speculate.chain import NetworkBackend
+from inference.transformers_code.attention import running
 from inference.transformers_code.linear import RoutedExperts
 from inference.transformers_code.load import load_predicting
 from inference.transformers_code.model import CodeModel, CodeShape
+from kernels.attention_inputs import KVPool
 
 FULL = "full_attention"  # what configurations call it
 
 
 class CodePredictor:
-    """A loaded layer; see `inference.transformers_code.model.CodeShaped`.
+    """A loaded layer; see `inference.speculate.head.Head`.
 
     Args:
         config: config.json of the model whose blocks it follows.
         target: That model, loaded.
-        factory: The backend that it will run on.
+        backend: Where that runs.
         longest: Most positions.
 
     Attributes:
-        config: Of a model of one such block.
+        config: Of a model of one such block, as is `shape`.
+        taps: The output of the model's last block.
+        captured: Whether a GPU may capture its steps: experts ask the host for their tokens.
 
     Raises:
         CheckpointError: a tensor is missing or of another shape.
@@ -54,33 +57,30 @@ class CodePredictor:
         config: Mapping[str, Any],
         names: Predicting,
         target: CodeModel,
-        factory: LayerFactory[Any, Any],
+        backend: NetworkBackend,
         longest: int,
     ) -> None:
-        self.config, self.dtype = one_block(target.config), target.dtype
-        self._sinks = target.sink_tokens
+        self.config = self.shape = one_block(target.config)
+        self.dtype, self.taps = target.dtype, (len(target.layers),)
+        self._sinks, self._backend = target.sink_tokens, backend
         values = {**config, "num_hidden_layers": 1, "layer_types": [FULL]}
         self._model: Any = load_predicting(
-            checkpoint, values, self.config.structure, names, target.module, factory, longest
+            checkpoint, values, self.config.structure, names, target.module, backend, longest
         )
+        self.captured = not any(isinstance(part, RoutedExperts) for part in self._model.modules())
         around = self._model.get_submodule(names.module)
         self._joined = around.get_submodule(names.joined)
         self._embedded_norm = around.get_submodule(names.embedded_norm)
         self._hidden_norm = around.get_submodule(names.hidden_norm)
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether its block is a mixture of experts."""
-        return any(isinstance(part, RoutedExperts) for part in self._model.modules())
+    def features(self, hidden: Tensor) -> Tensor:
+        """[T, 1, H] to [T, H]: what the model's head reads."""
+        return hidden[:, 0]
 
     @torch.no_grad()
-    def run(self, step: Step, features: Tensor) -> Tensor:
-        """y [T, H]; K and V of the tokens go into the cache.
-
-        Args:
-            step: Positions t; `ids` are those of tokens t + 1.
-            features: [T, H] of tokens t.
-        """
+    def run(self, batch: Any, features: Tensor, pool: KVPool) -> Tensor:
+        """y [T, H]; K and V of the tokens go into the cache."""
+        step = self._backend.code_step(self, [pool], batch)
         with running(step, len(self.config.places), self._sinks):
             embedded = self._embedded_norm(self._model.get_input_embeddings()(step.ids[None]))
             hidden = self._hidden_norm(features[None].to(self.dtype))
