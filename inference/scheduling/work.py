@@ -5,7 +5,6 @@ Where the tokens of a step stand: in their sequences, and in the paged cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.scheduling.batch import Bools, Ints, RunningBatch
-from inference.scheduling.sequence import Sequence
 from kernels.attention_inputs import KV_BLOCK
 
 
@@ -53,20 +51,6 @@ def lay_out(work: Work) -> BatchLayout:
         owners=owners,
         contexts=work.starts + counts,
     )
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Tokens [start, start + count) of a sequence, to be computed in a step.
-
-    Attributes:
-        samples: Whether its last token is the sequence's last, so that a new one follows.
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
 
 
 @dataclass(frozen=True)
@@ -133,13 +117,6 @@ class Work:
 
     def __len__(self) -> int:
         return len(self.places)
-
-    def __iter__(self) -> Iterator[Slice]:
-        columns = (self.places, self.starts, self.counts, self.samples)
-        for place, *own in zip(*(column.tolist() for column in columns), strict=True):
-            sequence = self.batch.sequences[place]
-            assert sequence is not None
-            yield Slice(sequence, *own)
 
     @cached_property
     def singles(self) -> int:

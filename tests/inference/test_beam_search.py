@@ -328,5 +328,6 @@ def test_held_requests_that_wait_for_each_other_are_no_deadlock():
     fork = first.fork("fork")
     fork.append(2)
     scheduler.fork(first, fork)
-    assert [(part.sequence, part.start) for part in scheduler.schedule()] == [(fork, 0)]
+    work = scheduler.schedule()
+    assert (work.places.tolist(), work.starts.tolist()) == ([fork.place], [0])
     assert list(scheduler.waiting) == [second]

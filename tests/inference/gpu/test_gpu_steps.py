@@ -70,16 +70,17 @@ def test_tokens_stand_where_they_do_without_padding(singles, counts):
     gap = size.decodes - singles
     tokens = [i if i < singles else i + gap for i in range(singles + sum(counts))]
     sequences = places(work, size).tolist()
-    slices = list(work)
-    ids = [t for s in slices for t in s.sequence.tokens[s.start : s.start + s.count]]
-    assert whole["ids"] == ids
-    assert whole["positions"] == [s.start + i for s in slices for i in range(s.count)]
+    rows = work.places.tolist()
+    spans = [range(a, a + n) for a, n in zip(work.starts.tolist(), work.counts, strict=True)]
+    owned = zip(rows, spans, strict=True)
+    assert whole["ids"] == [work.batch.ids[place, i] for place, own in owned for i in own]
+    assert whole["positions"] == [i for own in spans for i in own]
     for name in ("ids", "positions", "slots", "batch_index"):
         assert [padded[name][i] for i in tokens] == whole[name]
     assert [padded["lengths"][i] for i in sequences] == whole["lengths"]
-    for i, own in zip(sequences, slices, strict=True):
-        held = -(-len(own.sequence) // 64)
-        assert padded["tables"][i][:held] == work.batch.tables[own.sequence.place, :held].tolist()
+    for i, place in zip(sequences, rows, strict=True):
+        held = -(-work.batch.length[place] // 64)
+        assert padded["tables"][i][:held] == work.batch.tables[place, :held].tolist()
     others = set(range(size.decodes + size.tokens)) - set(tokens)
     assert all(padded["slots"][i] == -1 for i in others), "nothing is written for nobody"
     assert all(padded["lengths"][i] == 0 for i in range(size.sequences) if i not in sequences)

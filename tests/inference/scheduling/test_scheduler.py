@@ -15,14 +15,14 @@ def scheduler_of(blocks: int = 100, **sizes) -> Scheduler:
 def step(scheduler: Scheduler, token: int = 1) -> dict[str, int]:
     """Run a step in which every sequence that samples gets a token: tokens computed of each."""
     work = scheduler.schedule()
-    slices = list(work)
+    sequences = [scheduler.batch.sequences[place] for place in work.places]
     scheduler.advance(work)
-    for part in slices:
-        if part.samples:
-            part.sequence.append(token)
+    for sequence, samples in zip(sequences, work.samples, strict=True):
+        if samples:
+            sequence.append(token)
     scheduler.blocks.check()
     scheduler.check()
-    return {part.sequence.name: part.count for part in slices}
+    return {s.name: count for s, count in zip(sequences, work.counts.tolist(), strict=True)}
 
 
 def added(scheduler: Scheduler, name: str, tokens: list[int]) -> Sequence:
