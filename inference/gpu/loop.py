@@ -150,7 +150,7 @@ class DeviceLoop:
     def _may_run_ahead(self) -> bool:
         """Whether the next step is known without the tokens of the last, but for their ids."""
         scheduler, now = self._scheduler, self._on_its_way
-        long = 0 if scheduler.hurried else LONG
+        long = 0 if scheduler.prefill.hurried else LONG
         if now is not None and (now.work.drafts.any() or now.work.prompt_tokens > long):
             return False
         if now is not None and scheduler.wants_drafts:  # (without one, all tokens are known)

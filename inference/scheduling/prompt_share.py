@@ -17,10 +17,12 @@ tokens, seven a second, their first token after a median of 10.7 ms (16 parts), 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from inference.scheduling.states import whole_pieces
+from inference.scheduling.work import Work
 
 LEAST_TOKENS = 16  # tokens of prompts in a step, however late it is
 FIRST = 64  # before anything was measured
@@ -82,72 +84,100 @@ class Prompt(NamedTuple):
         arrival: Its place in the order of arrival.
         left: Tokens that are not computed.
         computed: Tokens that are.
+        end: Where it ends; a sequence that gave way has tokens of its output after it.
     """
 
     arrival: int
     left: int
     computed: int
+    end: int
 
 
-def share_tokens(
-    prompts: Sequence[Prompt],
-    tokens: int,
-    *,
-    span: float,
-    yielding: bool,
-    hurried: bool = False,
-) -> list[int]:
-    """Tokens of each prompt in a step.
+class ChunkedPrefill:
+    """Says how many tokens each prompt has in a step.
 
-    Args:
-        prompts: In any order.
-        tokens: Of all of them together, at most.
+    Attributes:
         span: Attention to so many computed tokens takes as long as all else that a token needs.
             Beyond it a chunk is as much shorter as its tokens have more to attend to, so that a
             step of a long prompt's end takes little longer than others.
-        yielding: Whether the oldest leaves the step to shorter ones if these leave room.
-        hurried: Whether others may come soon, who wait for a step that a long one is alone in.
+        target_s: Seconds that a step of some decodes and some prompts should take; None: no matter.
+        beside_decodes: Most tokens of prompts in a step that has others; None: as many as fit.
     """
-    counts = [0] * len(prompts)
-    if not prompts:
+
+    def __init__(self, span: float = math.inf, target_s: float | None = None) -> None:
+        self.span, self.target_s, self._rate = span, target_s, PromptRate()
+        self.beside_decodes: int | None = None
+        self._yielded = False  # whether the oldest prompt let shorter ones by in the last step
+        self._hurried = -1  # steps for which others are still expected beside a long prompt
+
+    @property
+    def hurried(self) -> bool:
+        """Whether a shorter prompt was beside a long one in one of the last steps."""
+        return self._hurried >= 0
+
+    def note_time(self, work: Work, seconds: float) -> None:
+        """Learn how long a step took, to choose how many tokens of prompts the next ones have."""
+        assert self.target_s is not None
+        self._rate.note(work.decodes, work.prompt_tokens, seconds)
+        self.beside_decodes = rounded_down(self._rate.tokens_in(self.target_s))
+
+    def shares(self, prompts: Sequence[Prompt], room: int, decodes: int, piece: int) -> list[int]:
+        """Tokens of each prompt in the next step.
+
+        Args:
+            prompts: In any order.
+            room: Most tokens of all of them.
+            decodes: Sequences of one token in that step.
+            piece: Tokens of a piece, where a model keeps a state; 0 where it keeps none.
+        """
+        tokens = room
+        if decodes and self.beside_decodes is not None:
+            tokens = min(room, self.beside_decodes)
+        long = [is_long(prompt, tokens) for prompt in prompts]
+        self._hurried = SOON if any(long) and not all(long) else max(-1, self._hurried - 1)
+        self._yielded = len(prompts) > 1 and not self._yielded
+        if piece:
+            tokens = min(max(tokens, piece), room)
+        own = self._shared(prompts, tokens)
+        return in_pieces(prompts, own, tokens, piece) if piece else own
+
+    def _shared(self, prompts: Sequence[Prompt], tokens: int) -> list[int]:
+        """Tokens of each prompt, so many of all of them together at the most."""
+        counts = [0] * len(prompts)
+        if not prompts:
+            return counts
+        oldest = min(range(len(prompts)), key=lambda i: prompts[i].arrival)
+        order = sorted(range(len(prompts)), key=lambda i: (prompts[i].left, prompts[i].arrival))
+        kept = tokens // 2 if order[0] != oldest else 0
+        room = tokens - kept
+        for i in order:
+            if i == oldest and kept:
+                continue
+            counts[i] = _chunk(prompts[i], room, self.span, self.hurried)
+            room -= counts[i]
+        if kept and not (self._yielded and room):
+            counts[oldest] = _chunk(prompts[oldest], kept + room, self.span)
         return counts
-    oldest = min(range(len(prompts)), key=lambda i: prompts[i].arrival)
-    order = sorted(range(len(prompts)), key=lambda i: (prompts[i].left, prompts[i].arrival))
-    kept = tokens // 2 if order[0] != oldest else 0
-    room = tokens - kept
-    for i in order:
-        if i == oldest and kept:
-            continue
-        counts[i] = _chunk(prompts[i], room, span, hurried)
-        room -= counts[i]
-    if kept and not (yielding and room):
-        counts[oldest] = _chunk(prompts[oldest], kept + room, span)
-    return counts
 
 
 def in_pieces(
-    prompts: Sequence[Prompt],
-    ends: Sequence[int],
-    shares: Sequence[int],
-    tokens: int,
-    piece: int,
+    prompts: Sequence[Prompt], shares: Sequence[int], tokens: int, piece: int
 ) -> list[int]:
     """Shares that end no piece of a prompt too early, where a model keeps a state.
 
     Args:
-        prompts: As in `share_tokens`, which gave the shares.
-        ends: Tokens of each prompt; what comes after them has no pieces.
+        prompts: What comes after them has no pieces.
         shares: Tokens of each in the step.
         tokens: Of all of them together, at most.
         piece: Tokens of a piece.
     """
     own = [
-        whole_pieces(p.computed, share, end, piece)
-        for p, share, end in zip(prompts, shares, ends, strict=True)
+        whole_pieces(p.computed, share, p.end, piece)
+        for p, share in zip(prompts, shares, strict=True)
     ]
     room = tokens - sum(own)
     for i in sorted(range(len(own)), key=lambda i: prompts[i].arrival):
-        at, end = prompts[i].computed, ends[i]
+        at, end = prompts[i].computed, prompts[i].end
         first = 1 if at >= end else min((at // piece + 1) * piece, end) - at
         if not own[i] and first <= room:
             own[i], room = first, room - first

@@ -30,15 +30,7 @@ from formats.errors import EngineError
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.prefix_tree import Key
-from inference.scheduling.prompt_share import (
-    SOON,
-    Prompt,
-    PromptRate,
-    in_pieces,
-    is_long,
-    rounded_down,
-    share_tokens,
-)
+from inference.scheduling.prompt_share import ChunkedPrefill, Prompt
 from inference.scheduling.sequence import MASKED_DRAFTS, Sequence
 from inference.scheduling.states import whole_pieces
 from inference.scheduling.work import Work
@@ -57,13 +49,12 @@ class Scheduler:
         max_batch_size: Most running sequences.
         max_batched_tokens: Most tokens of a step.
         root: Under which the cache finds what this model computes; see `BlockManager`.
-        span: Attention to so many tokens takes as long as all else; see `share_tokens`.
-        target_s: Seconds that a step of some decodes and some prompts should take; None: no matter.
+        span: As of `ChunkedPrefill`, as is `target_s`.
 
     Attributes:
+        prefill: Says how many tokens prompts have in a step.
         drafter: Gives drafts of the next tokens, for what room prompts leave in a step, if any.
         roots: The same of what is computed with an adapter, by the adapter's slot.
-        beside_decodes: Most tokens of prompts in a step that has others; None: as many as fit.
         waiting: Sequences that wait, in the order in which they are admitted.
         running: Those that run, in the order in which they began.
         queried_tokens: Tokens of sequences when they began, all in all.
@@ -80,10 +71,8 @@ class Scheduler:
         span: float = math.inf,
         target_s: float | None = None,
     ) -> None:
-        self._target_s, self._rate = target_s, PromptRate()
-        self.blocks, self.root, self.span = blocks, root, span
+        self.blocks, self.root, self.prefill = blocks, root, ChunkedPrefill(span, target_s)
         self.roots: dict[int, int] = {}
-        self.beside_decodes: int | None = None
         self.drafter: SpeculativeDecoder | None = None
         self.max_batch_size, self.max_batched_tokens = max_batch_size, max_batched_tokens
         self.waiting: deque[Sequence] = deque()
@@ -93,8 +82,6 @@ class Scheduler:
         self.queried_tokens = self.hit_tokens = self.preemptions = 0
         self._kept = 0  # places that running sequences keep for forks
         self._arrived = 0
-        self._yielded = False  # whether the oldest prompt let shorter ones by in the last step
-        self._hurried = -1  # steps for which others are still expected beside a long prompt
 
     @cached_property
     def order(self) -> Ints:
@@ -245,14 +232,8 @@ class Scheduler:
         how many drafts."""
         if self.drafter is not None:
             self.drafter.note_time(work, seconds)
-        if self._target_s is not None:
-            self._rate.note(work.decodes, work.prompt_tokens, seconds)
-            self.beside_decodes = rounded_down(self._rate.tokens_in(self._target_s))
-
-    @property
-    def hurried(self) -> bool:
-        """Whether a shorter prompt was beside a long one in one of the last steps."""
-        return self._hurried >= 0
+        if self.prefill.target_s is not None:
+            self.prefill.note_time(work, seconds)
 
     @property
     def unhindered(self) -> bool:
@@ -408,27 +389,17 @@ class Scheduler:
         """
         computed = self.batch.computed[self.order].tolist()
         prompts = [
-            Prompt(sequence.order, count, computed[i])
+            Prompt(sequence.order, count, computed[i], sequence.prompt)
             for i, (sequence, count) in enumerate(zip(self.running, left.tolist(), strict=True))
             if count > 1
         ]
-        found = [max(sequence.beginning.computed, sequence.given) for sequence in waiting]
-        prompts += [Prompt(s.order, len(s) - n, n) for s, n in zip(waiting, found, strict=True)]
+        for sequence in waiting:
+            done = max(sequence.beginning.computed, sequence.given)
+            left_over = len(sequence) - done
+            prompts.append(Prompt(sequence.order, left_over, done, sequence.prompt))
+        piece = 0 if self._states is None else self._states.piece
         room = self.max_batched_tokens - decodes
-        if decodes and self.beside_decodes is not None:
-            room = min(room, self.beside_decodes)
-        long = [is_long(prompt, room) for prompt in prompts]
-        self._hurried = SOON if any(long) and not all(long) else max(-1, self._hurried - 1)
-        self._yielded = len(prompts) > 1 and not self._yielded
-        if self._states is not None:
-            room = min(max(room, self._states.piece), self.max_batched_tokens - decodes)
-        shares = share_tokens(
-            prompts, room, span=self.span, yielding=self._yielded, hurried=self.hurried
-        )
-        if self._states is not None:
-            going = [s for s, count in zip(self.running, left.tolist(), strict=True) if count > 1]
-            ends = [sequence.prompt for sequence in (*going, *waiting)]
-            shares = in_pieces(prompts, ends, shares, room, self._states.piece)
+        shares = self.prefill.shares(prompts, room, decodes, piece)
         return shares[: len(shares) - len(waiting)], shares[len(shares) - len(waiting) :]
 
     def _first_to_start(self) -> list[Sequence]:

@@ -197,7 +197,7 @@ def test_beside_decodes_prompts_take_what_they_may():
     scheduler = scheduler_of()
     added(scheduler, "a", [7] * 10)
     assert step(scheduler) == {"a": 10}
-    scheduler.beside_decodes = 30
+    scheduler.prefill.beside_decodes = 30
     added(scheduler, "b", list(PROMPT))
     assert step(scheduler) == {"a": 1, "b": 30}
     scheduler.remove(scheduler.running[0])
@@ -216,7 +216,7 @@ def test_decodes_come_before_prompts_that_began_earlier():
 def test_chunks_get_smaller_where_attention_is_what_costs():
     def chunks(span: float) -> list[int]:
         scheduler = scheduler_of(2000, max_batched_tokens=2048)
-        scheduler.span = span
+        scheduler.prefill.span = span
         added(scheduler, "long", list(range(60_000)))
         found = []
         while sum(found) < 60_000:
