@@ -189,9 +189,15 @@ def _finite(
     found: SequenceScores, where: str, original: Tensor, quantized: Tensor
 ) -> SequenceScores:
     """Results of two models' logits, refused where these hold NaN or infinity."""
-    if not torch.isfinite(found.nll_original + found.nll_quantized + found.kl).all():
-        raise EngineError(f"{where}: {_not_finite(original, quantized)}")
-    return found
+    if torch.isfinite(found.nll_original + found.nll_quantized + found.kl).all():
+        return found
+    both = {"original": original, "quantized": quantized}
+    bad = {name: (~torch.isfinite(x).all(-1)).nonzero() for name, x in both.items()}
+    name, rows = next(found for found in bad.items() if len(found[1]))
+    raise EngineError(
+        f"{where}: the {name} model's logits hold NaN or infinity from position {int(rows[0])} on; "
+        "check its checkpoint with `ptq inspect`"
+    )
 
 
 def score_long(original: Any, quantized: Any, ids: Tensor, start: int) -> Accuracy:
@@ -281,19 +287,6 @@ def _compare_rows(original: Tensor, quantized: Tensor, targets: Tensor) -> tuple
     top1 = (original.argmax(-1) == quantized.argmax(-1)).double()
     common = (p[:, :, None] == q[:, None, :]).any(-1).double().mean(-1)
     return *nll, kl, top1, common
-
-
-def _not_finite(original: Tensor, quantized: Tensor) -> str:
-    """Which of two models gives no numbers, and from where on."""
-    bad = {
-        name: (~torch.isfinite(logits).all(-1)).nonzero()
-        for name, logits in (("original", original), ("quantized", quantized))
-    }
-    name, rows = next(found for found in bad.items() if len(found[1]))
-    return (
-        f"the {name} model's logits hold NaN or infinity from position {int(rows[0])} on; check "
-        "its checkpoint with `ptq inspect`"
-    )
 
 
 def summarize(scores: Sequence[SequenceScores]) -> Accuracy:

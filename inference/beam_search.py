@@ -142,8 +142,6 @@ class BeamSearch:
         name: The request's; default a new one. Names of beams begin with it.
 
     Attributes:
-        name: The request's.
-        params: How beams are searched.
         done: Whether the search has ended, by itself or by `abort`.
         error: Why it failed; None where it did not.
         hypotheses: The best `n`, best first, once it is done.

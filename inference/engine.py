@@ -66,9 +66,7 @@ class Engine:
         quantized_kv: Quantize K and V in the cache, and kept states, as the checkpoint says.
 
     Attributes:
-        checkpoint: What was loaded.
-        tokenizer: A transformers tokenizer.
-        backend: The device that it runs on.
+        checkpoint, tokenizer, backend: As given.
         model: What runs: a decoder as its family is declared, or transformers' own code.
         config: Sizes, all resolved.
         quantized_kv: Whether K and V are quantized in the cache.

@@ -162,7 +162,8 @@ class _Batch:
         if row.error is not None:
             return answer
         try:
-            prompt = self._tokens_of(row)
+            src = row.values.get("src")
+            prompt = self._prompts.tokens(src or read_messages(row.values["messages"]))
             adapter = row.values.get("adapter", self._params.adapter)
             self._add_completion(prompt, answer, row.values.get("reference") or "", adapter)
             if row.target is not None:
@@ -182,11 +183,6 @@ class _Batch:
             if reference:
                 params = params.model_copy(update={"reference": reference})
             self._completions[self._engine.add_request(prompt, params)] = answer
-
-    def _tokens_of(self, row: Row) -> list[int]:
-        if "src" in row.values:
-            return self._prompts.tokens(row.values["src"])
-        return self._prompts.tokens(read_messages(row.values["messages"]))
 
     def _add_target(
         self, answer: Answer, prompt: list[int], text: str, adapter: str | None

@@ -18,14 +18,10 @@ from formats.modeling.rotary import Growth, Rotary, read_growth, read_rotary
 from inference.models.model import KVHeads
 from kernels.activations import Activation, Clamped
 
-NEEDED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)  # transformers has defaults for them, which are another model's
+NEEDED = (  # transformers has defaults for them, which are another model's
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size "
+    "max_position_embeddings"
+).split()
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

@@ -179,7 +179,7 @@ class Sequence:
         self.places, self.order = 1, 0
         self.beginning, self.looked_up = Beginning(), -1
         self._tokens, self._times, self._computed, self._whole = tokens, [], 0, whole
-        self._batch: RunningBatch | None = None
+        self._row: tuple[RunningBatch, int] | None = None  # the batch, and `place`
         self.place: int | None = None
         self.next_masks: Callable[[Items[int]], list[NDArray[np.int32]]] | None = None
         self.reference: list[int] = []
@@ -266,15 +266,10 @@ class Sequence:
 
     def enter(self, batch: RunningBatch, place: int) -> None:
         """Keep the tokens in a row from now on; called by the batch, which copies them."""
-        self._batch, self.place = batch, place
+        self._row, self.place = (batch, place), place
 
     def leave(self) -> None:
         """Keep the tokens here from now on; those that are not known yet are forgotten."""
         tokens, times, computed = self.known_from(0), self.times_from(0), self.computed
-        self._batch = self.place = None
+        self._row = self.place = None
         self._tokens, self._times, self._computed = tokens, times, computed
-
-    @property
-    def _row(self) -> tuple[RunningBatch, int] | None:
-        batch, place = self._batch, self.place
-        return None if batch is None or place is None else (batch, place)

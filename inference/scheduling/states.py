@@ -50,9 +50,7 @@ class StateRows:
         int8: Whether snapshots are rounded, so that their rows are for nothing else.
 
     Attributes:
-        piece: Tokens of a piece.
         rows: All rows.
-        int8: As above.
         kept: The first row of snapshots.
         wanted: By place, the row that gets the state after so many tokens.
     """

@@ -30,27 +30,11 @@ if TYPE_CHECKING:
     from inference.transformers_code.model import CodeShaped
 
 NAME = "ptq_paged"
-NEUTRAL = frozenset(
-    {
-        "cache_position",
-        "cu_seq_lens_k",
-        "cu_seq_lens_q",
-        "dropout",
-        "is_causal",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "sliding_window",
-        "use_cache",
-    }
-)  # said otherwise, or of no effect on a step
-
+NEUTRAL = frozenset(  # said otherwise, or of no effect on a step
+    "cache_position cu_seq_lens_k cu_seq_lens_q dropout is_causal max_length_k max_length_q "
+    "num_items_in_batch output_attentions output_hidden_states output_router_logits "
+    "position_embeddings position_ids return_dict sliding_window use_cache".split()
+)
 TAKEN = frozenset({"alibi", "s_aux", "softcap"})
 
 

@@ -47,12 +47,8 @@ class BackendLinear(nn.Module):
 class SharedInput:
     """Layers that read one tensor, computed together.
 
-    Args:
-        layer: All of them as one, their outputs side by side.
-        outputs: Numbers of an output of each.
-
     Attributes:
-        layer: All of them as one.
+        layer: All of them as one, their outputs side by side.
         outputs: Numbers of an output of each.
     """
 
