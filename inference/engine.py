@@ -99,9 +99,8 @@ class Engine:
         int8 = quantized_kv and checkpoint.scheme.states is not None
         states, self.state_bytes = self._keep_states(shape, config, int8=int8)
         sizes = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
-        cache = CacheShape.of_model(checkpoint, shape, sizes, quantized=quantized_kv)
+        cache = CacheShape.of_model(checkpoint, shape, sizes, backend, quantized=quantized_kv)
         self.quantized_kv = cache.quantized
-        cache = cache.fitted(backend.head_sizes, backend.float_sinks)
         if config.kv_memory is not None and config.kv_blocks is None:
             each = cache.nbytes(backend.dtype) // blocks
             blocks = config.blocks_within(length, backend.free_bytes(), each)

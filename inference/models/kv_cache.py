@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from inference.scheduling.blocks import BlockChanges
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import INT4, TYPES
 from kernels.packed_cache import feedback_of, turn_size, turned
+
+if TYPE_CHECKING:
+    from inference.backend import Backend
 
 SINK_TYPE = torch.bfloat16  # of the K and V of sink tokens
 
@@ -84,14 +87,21 @@ class CacheShape:
 
     @classmethod
     def of_model(
-        cls, checkpoint: Checkpoint, model: ModelShape, sizes: EngineConfig, *, quantized: bool
+        cls,
+        checkpoint: Checkpoint,
+        model: ModelShape,
+        sizes: EngineConfig,
+        backend: Backend,
+        *,
+        quantized: bool,
     ) -> CacheShape:
-        """The cache of a model.
+        """The cache of a model, as a backend's kernels take it (`fitted`).
 
         Args:
             checkpoint: Says how each layer's is quantized, and has the static scales.
             model: The model's shape.
             sizes: The engine's sizes, all resolved.
+            backend: Where it runs.
             quantized: Whether what the checkpoint says is done; else no layer's is quantized.
 
         Raises:
@@ -106,11 +116,8 @@ class CacheShape:
                 _quantized(checkpoint, name, heads)
                 for name, heads in zip(names, model.cached, strict=True)
             ]
-        return cls(
-            blocks=sizes.kv_blocks,
-            layers=layers,
-            dtype=None if sizes.kv_dtype is None else getattr(torch, sizes.kv_dtype),
-        )
+        dtype = None if sizes.kv_dtype is None else getattr(torch, sizes.kv_dtype)
+        return cls(sizes.kv_blocks, layers, dtype).fitted(backend)
 
     @property
     def quantized(self) -> bool:
@@ -126,18 +133,11 @@ class CacheShape:
         )
         return self.blocks * (KV_BLOCK * sum(each) + sum(own.sink_bytes for own in self.layers))
 
-    def fitted(
-        self, sizes: Callable[[int, int], tuple[int, int]], float_sinks: Callable[[KVHeads], bool]
-    ) -> CacheShape:
-        """The same as kernels take it: with heads of their sizes, the numbers after their own 0.
-
-        Args:
-            sizes: Gives the sizes of heads of K and V for those of a layer.
-            float_sinks: Whether K and V of sink tokens are read in floats; else as all others.
-        """
+    def fitted(self, backend: Backend) -> CacheShape:
+        """The same as kernels take it: with heads of their sizes, the numbers after their own 0."""
         layers = [
-            own if float_sinks(own.heads) else replace(own, sink_tokens=0)
-            for own in (_fitted(layer, sizes) for layer in self.layers)
+            own if backend.float_sinks(own.heads) else replace(own, sink_tokens=0)
+            for own in (_fitted(layer, backend.head_sizes) for layer in self.layers)
         ]
         return replace(self, layers=layers)
 
@@ -298,9 +298,7 @@ class OneProcess:
     """What is alike in backends whose models no other process runs a part of; see
     `inference.backend.Backend`."""
 
-    def change_blocks(self, pools: Sequence[KVPool], changes: BlockChanges) -> None:
-        """Do what the next step needs done to the cache."""
-        change_blocks(pools, changes)
+    change_blocks = staticmethod(change_blocks)
 
     def check_alive(self) -> None:
         """No other process is needed."""

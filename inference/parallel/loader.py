@@ -143,9 +143,8 @@ class RankLoader:
     def cache_shape(self, *, blocks: int, quantized: bool) -> CacheShape:
         """The rank's part of a cache."""
         sizes = self.config.model_copy(update={"kv_blocks": blocks})
-        whole = CacheShape.of_model(self.checkpoint, self.shape, sizes, quantized=quantized)
-        fitted = whole.fitted(self.inner.head_sizes, self.inner.float_sinks)
-        return cut_cache(fitted, self.shard.heads)
+        own = (self.checkpoint, self.shape, sizes, self.inner)
+        return cut_cache(CacheShape.of_model(*own, quantized=quantized), self.shard.heads)
 
     def cut_tokens(self, tokens: CachedTokens) -> CachedTokens:
         """What the rank's cache takes of K and V of all heads."""

@@ -116,8 +116,7 @@ def require_room(name: str, weights: int, target: Target, shape: ModelShape) -> 
 def _cache(target: Target, shape: ModelShape) -> CacheShape:
     assert target.sizes.kv_blocks is not None
     layers = [LayerCache(shape.cached[-1])]
-    cache = CacheShape(target.sizes.kv_blocks, layers)
-    return cache.fitted(target.backend.head_sizes, target.backend.float_sinks)
+    return CacheShape(target.sizes.kv_blocks, layers).fitted(target.backend)
 
 
 class HeadNetwork(Network):

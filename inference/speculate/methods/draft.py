@@ -83,8 +83,7 @@ def draft_proposer(name: str | None, target: Target) -> ChainProposer:
     )
     assert sizes.max_model_len is not None
     longest = min(sizes.max_model_len, shape.max_positions)
-    cache = kv_cache.CacheShape.of_model(checkpoint, shape, sizes, quantized=True)
-    cache = cache.fitted(backend.head_sizes, backend.float_sinks)
+    cache = kv_cache.CacheShape.of_model(checkpoint, shape, sizes, backend, quantized=True)
     what = f"the draft model {name}"
     chain.require_memory(what, checkpoint.nbytes, cache, backend, backend.dtype)
     model = backend.load(checkpoint, shape, longest)
