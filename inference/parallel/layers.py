@@ -81,17 +81,17 @@ class RankLayer:
 
     @property
     def gathers(self) -> bool:
-        """Whether `gather` gives rows of the weight as stored in memory: of the head alone."""
-        return False
+        """Whether `gather` gives rows of the weight as stored in memory."""
+        return self.own.gathers
 
     @property
     def matrix(self) -> Tensor | None:
-        """The rank's weight, where it is stored as a matrix and is the head's."""
-        return None
+        """The rank's weight, where it is stored as a matrix."""
+        return self.own.matrix
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of the head; no other layer is an embedding."""
-        raise NotImplementedError
+        """Rows of the rank's weight as floats, by their index in it."""
+        return self.own.gather(ids, dtype)
 
     def with_own(self, change: Callable[[Any], Any]) -> Self:
         """The same layer with another part of this rank."""
@@ -133,20 +133,6 @@ class Head(RankLayer):
     def __call__(self, x: Tensor, sinks: Tensor | None = None) -> Tensor:
         """[R, H] float -> fp32 [R, vocabulary] on the first rank; on others their own tokens'."""
         return self.group.on_first(self.own(x, sinks).float(), self.tokens)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether `gather` gives rows of the weight as stored in memory."""
-        return self.own.gathers
-
-    @property
-    def matrix(self) -> Tensor | None:
-        """The rank's weight, where it is stored as a matrix."""
-        return self.own.matrix
-
-    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of the rank's weight as floats, by their index in it."""
-        return self.own.gather(ids, dtype)
 
 
 class RankFactory(ABC):
