@@ -31,7 +31,6 @@ from inference.models.model import KVHeads, Model
 from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
-from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
 from inference.transformers_code.model import Shape
 from kernels.attention_inputs import KVPool
@@ -121,21 +120,15 @@ class Backend(LayerFactory[Any, Any], Protocol):
         ...
 
     def loop(
-        self,
-        model: Any,
-        pools: Sequence[KVPool],
-        scheduler: Scheduler,
-        sizes: EngineConfig,
-        requests: ActiveRequests,
+        self, model: Any, pools: Sequence[KVPool], sizes: EngineConfig, requests: ActiveRequests
     ) -> Loop:
         """The steps of an engine.
 
         Args:
             model: Loaded on this backend.
             pools: Its cache.
-            scheduler: Says what runs.
             sizes: The engine's sizes, all resolved.
-            requests: Those that live.
+            requests: Those that live, and what schedules them.
         """
         ...
 

@@ -165,9 +165,7 @@ class Engine:
         self._requests = ActiveRequests(self._scheduler, self._change_blocks)
         self._backlog = StepResult()  # of requests for which another caller has stepped
         self._names = (f"request-{i}" for i in count())
-        self.loop = self.backend.loop(
-            self.model, self.pools, self._scheduler, self.config, self._requests
-        )
+        self.loop = self.backend.loop(self.model, self.pools, self.config, self._requests)
         self._adapters = Adapters(self.checkpoint, self.model, self.loop.adapters)
 
     def variant(self, layers: Sequence[Any], pools: Sequence[KVPool]) -> Engine:

@@ -306,7 +306,7 @@ def make_loop(batch: int, context: int, *, staggered: bool = True) -> DeviceLoop
         request = ActiveRequest(f"request-{i}", prompt, params, None, frozenset({2}), 10**6)
         requests.add(request)
         assert scheduler.assume_computed(request.sequence)
-    return DeviceLoop(runner, scheduler, requests)
+    return DeviceLoop(runner, requests)
 
 
 def measure_host(batch: int, context: int) -> float:

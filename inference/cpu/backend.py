@@ -16,17 +16,16 @@ from formats.memory import available_bytes, peak_rss_bytes
 from inference.config import EngineConfig
 from inference.cpu.batch import Batch
 from inference.cpu.chain import HostChain
-from inference.cpu.decoder import CpuDecoder, CpuLayer, forward_by_ops, run_block
+from inference.cpu.decoder import CpuDecoder, forward_by_ops, run_block
 from inference.cpu.layers import CpuExperts, Linear, pack_linear
-from inference.cpu.loop import CodeStep, CpuAdapters, HostLoop, forward_code, fuse
+from inference.cpu.loop import CodeStep, CpuAdapters, HostLoop, fuse
 from inference.models.adapters import CachedTokens, check_adaptable
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, OneProcess
 from inference.models.model import KVHeads, Model, Network
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
-from inference.scheduling.scheduler import Scheduler
-from inference.transformers_code.model import CodeModel, CodeShaped, Shape, load_model
+from inference.transformers_code.model import CodeModel, Shape, load_model
 from kernels.attention_inputs import KVPool
 
 
@@ -40,6 +39,8 @@ class CpuBackend(OneProcess):
 
     device = torch.device("cpu")
     runs_drafters = same_bits = True
+    # Of `inference.speculate.chain.NetworkBackend`:
+    rms_norm, run_block, code_step = staticmethod(ops.rms_norm), staticmethod(run_block), CodeStep
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, fused: bool = True) -> None:
         self.dtype, self._fused = dtype, fused
@@ -82,34 +83,13 @@ class CpuBackend(OneProcess):
     ) -> Callable[[Batch], Tensor]:
         """What runs the steps of a model on a cache: logits [R, vocabulary] of a batch."""
         if isinstance(model, CodeModel):
-            return partial(forward_code, model, pools)
+            return lambda batch: model.logits(CodeStep(model, pools, batch))
         fused = fuse(model, pools) if self._fused else None
         return fused or partial(forward_by_ops, model, pools)
 
     def captures(self, model: CpuDecoder | CodeModel) -> bool:
         """There is nothing to capture."""
         return False
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm of [T, H]."""
-        return ops.rms_norm(x, weight, eps)
-
-    def run_block(
-        self,
-        config: ModelConfig,
-        layer: CpuLayer,
-        read: Tensor,
-        x: Tensor,
-        batch: Batch,
-        pool: KVPool,
-        window: int | None,
-    ) -> Tensor:
-        """A decoder block: [T, H] of the residual stream x, where attention reads `read`."""
-        return run_block(config, None, layer, x, batch, pool, window, read)
-
-    def code_step(self, model: CodeShaped, pools: Sequence[KVPool], batch: Batch) -> CodeStep:
-        """The tokens of a step as transformers' code takes them."""
-        return CodeStep(model, pools, batch)
 
     def chain(
         self,
@@ -125,13 +105,12 @@ class CpuBackend(OneProcess):
         self,
         model: CpuDecoder | CodeModel,
         pools: Sequence[KVPool],
-        scheduler: Scheduler,
         sizes: EngineConfig,
         requests: ActiveRequests,
     ) -> HostLoop:
         """The steps of an engine."""
         forward = self.forward(model, pools)
-        return HostLoop(forward, scheduler, requests, lambda: CpuAdapters(check_adaptable(model)))
+        return HostLoop(forward, requests, lambda: CpuAdapters(check_adaptable(model)))
 
     def write_kv(self, pools: Sequence[KVPool], tokens: CachedTokens) -> None:
         """Put K and V that no step computes into the cache."""

@@ -49,7 +49,8 @@ def forward_by_ops(model: CpuDecoder, pools: Sequence[KVPool], batch: Batch) -> 
         zip(model.layers, pools, config.windows, strict=True)
     ):
         _tap(batch, index, x)
-        x = run_block(config, model.query_growth, layer, x, batch, pool, window, None, sinks, index)
+        growth = model.query_growth
+        x = run_block(config, layer, None, x, batch, pool, window, growth, sinks, index)
     _tap(batch, len(model.layers), x)
     if not len(batch.rows):  # a step of prompts that go on
         return x.new_empty((0, config.vocab_size), dtype=torch.float32)
@@ -60,23 +61,23 @@ def forward_by_ops(model: CpuDecoder, pools: Sequence[KVPool], batch: Batch) -> 
 
 def run_block(
     config: ModelConfig,
-    growth: Tensor | None,
     layer: CpuLayer,
+    read: Tensor | None,
     x: Tensor,
     batch: Batch,
     pool: KVPool,
     window: int | None,
-    read: Tensor | None = None,
+    growth: Tensor | None = None,
     sinks: Tensor | None = None,
     number: int = 0,
 ) -> Tensor:
     """Run a block: [T, H] to the same.
 
     Args:
-        growth: fp32 [positions], what q is multiplied by at each; or None.
+        read: What attention reads; None for the norm of x.
         x: What it reads.
         window: Positions that a query sees, or None for all.
-        read: What attention reads; default: the norm of x.
+        growth: fp32 [positions], what q is multiplied by at each; or None.
         sinks: bool [T], which rows are of sink tokens; None where none is.
         number: The block's, by which adapters have it.
     """

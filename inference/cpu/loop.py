@@ -33,10 +33,8 @@ from inference.models.feed_forward import GatedMLP
 from inference.requests.request import StepResult
 from inference.scheduling.acceptance import Acceptance
 from inference.scheduling.active import ActiveRequests
-from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
 from inference.transformers_code.attention import Query, Step, widened
-from inference.transformers_code.model import CodeModel
 from kernels.activations import Gate, Named
 from kernels.attention_inputs import KVPool
 from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
@@ -169,11 +167,6 @@ class CodeStep(Step):
         return q, k
 
 
-def forward_code(model: CodeModel, pools: Sequence[KVPool], batch: Batch) -> Tensor:
-    """Run the tokens of a step: logits fp32 [R, vocabulary] of the rows asked for."""
-    return model.logits(CodeStep(model, pools, batch))
-
-
 class CpuAdapters:
     """Holds adapters; see `inference.models.adapters.AdapterStore`.
 
@@ -215,20 +208,18 @@ class HostLoop:
 
     Args:
         forward: Runs the tokens of a step: logits fp32 [R, vocabulary] of the rows wanted.
-        scheduler: Says what they are.
-        requests: Those that live.
+        requests: Those that live, and what schedules them.
         adapters: Makes what holds the adapters that requests run with.
     """
 
     def __init__(
         self,
         forward: Callable[[Batch], Tensor],
-        scheduler: Scheduler,
         requests: ActiveRequests,
         adapters: Callable[[], CpuAdapters],
     ) -> None:
-        self.forward, self._scheduler, self._requests = forward, scheduler, requests
-        self._acceptance, self._make_adapters = Acceptance(requests, scheduler), adapters
+        self.forward, self._scheduler, self._requests = forward, requests.scheduler, requests
+        self._acceptance, self._make_adapters = Acceptance(requests), adapters
         self._adapters: CpuAdapters | None = None
 
     def adapters(self) -> AdapterStore:

@@ -22,6 +22,7 @@ from inference.gpu.invariant import invariant_decoder
 from inference.gpu.layers import GpuLinear, pack_linear
 from inference.gpu.loop import DeviceLoop
 from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, ran_out
+from inference.gpu.ranks import StepRanks
 from inference.gpu.recurrences import FUNCTIONS
 from inference.gpu.runner import GpuRunner
 from inference.gpu.warn_once import warnings_together
@@ -32,9 +33,9 @@ from inference.models.model import KVHeads, Model, Network
 from inference.models.parts import Layer
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
+from inference.scheduling.batch import RunningBatch
 from inference.scheduling.blocks import blocks_for
-from inference.scheduling.scheduler import Scheduler
-from inference.transformers_code.model import CodeModel, CodeShaped, Shape, load_model
+from inference.transformers_code.model import CodeModel, Shape, load_model
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.triton.attention.latent import check_latents
 from kernels.triton.attention.paged_cache import LARGEST_HEAD, check_pages, is_head_size
@@ -50,6 +51,7 @@ class TritonBackend(OneProcess):
     """
 
     runs_drafters, same_bits, functions = True, False, FUNCTIONS
+    code_step = CodeStep  # of `inference.speculate.chain.NetworkBackend`
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -154,10 +156,6 @@ class TritonBackend(OneProcess):
         """A decoder block: [T, H] of the residual stream x, where attention reads `read`."""
         return run_block(config, self.dtype, layer, read, x, batch, pool, window)
 
-    def code_step(self, model: CodeShaped, pools: Sequence[KVPool], batch: GpuBatch) -> CodeStep:
-        """The tokens of a step as transformers' code takes them."""
-        return CodeStep(model, pools, batch)
-
     def chain(
         self,
         network: Network,
@@ -182,7 +180,6 @@ class TritonBackend(OneProcess):
         self,
         model: GpuDecoder | CodeModel,
         pools: Sequence[KVPool],
-        scheduler: Scheduler,
         sizes: EngineConfig,
         requests: ActiveRequests,
     ) -> DeviceLoop:
@@ -191,19 +188,29 @@ class TritonBackend(OneProcess):
         Raises:
             EngineError: the model cannot be run `invariant`, as the sizes ask.
         """
+        runner = self.runner(model, pools, sizes, requests.scheduler.batch)
+        return DeviceLoop(runner, requests, ahead=not sizes.eager)
+
+    def runner(
+        self,
+        model: GpuDecoder | CodeModel,
+        pools: Sequence[KVPool],
+        sizes: EngineConfig,
+        batch: RunningBatch,
+        ranks: StepRanks | None = None,
+    ) -> GpuRunner:
+        """What runs steps; `ranks` are those that have parts of the model, if it is cut."""
         assert sizes.max_model_len is not None
-        if sizes.invariant:
-            model = invariant_decoder(model)
-        runner = GpuRunner(
-            model,
+        return GpuRunner(
+            invariant_decoder(model) if sizes.invariant else model,
             pools,
             self.device,
-            scheduler.batch,
+            batch,
             width=blocks_for(sizes.max_model_len),
             graphs=not sizes.eager,
             invariant=sizes.invariant,
+            ranks=ranks,
         )
-        return DeviceLoop(runner, scheduler, requests, ahead=not sizes.eager)
 
     def write_kv(self, pools: Sequence[KVPool], tokens: CachedTokens) -> None:
         """Put K and V that no step computes into the cache, after the steps on their way."""

@@ -27,7 +27,6 @@ from inference.requests.request import StepResult
 from inference.scheduling.acceptance import Acceptance
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.batch import Bools, Ints
-from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
 
 LONG = 768  # tokens of prompts; launching a step takes a small part of the time of so many
@@ -40,8 +39,7 @@ class DeviceLoop:
 
     Args:
         runner: Runs them.
-        scheduler: Says what they are.
-        requests: Those that live.
+        requests: Those that live, and what schedules them.
         ahead: Launch steps before the tokens of the last are known.
 
     Attributes:
@@ -49,16 +47,9 @@ class DeviceLoop:
         waited: Seconds for which the host has waited for the device.
     """
 
-    def __init__(
-        self,
-        runner: GpuRunner,
-        scheduler: Scheduler,
-        requests: ActiveRequests,
-        *,
-        ahead: bool = True,
-    ) -> None:
-        self.runner, self._scheduler, self._requests = runner, scheduler, requests
-        self._acceptance = Acceptance(requests, scheduler)
+    def __init__(self, runner: GpuRunner, requests: ActiveRequests, *, ahead: bool = True) -> None:
+        self.runner, self._scheduler, self._requests = runner, requests.scheduler, requests
+        self._acceptance = Acceptance(requests)
         self._ahead, self.waited = ahead, 0.0
         self._on_its_way: Launched | None = None
         self._waiting = StepResult()  # the result of a step that is returned with the next

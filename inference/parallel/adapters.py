@@ -69,40 +69,38 @@ class RankStore(AdapterStore, Protocol):
         ...
 
 
+def hold(loader: RankLoader, own: RankStore, task: HoldAdapter) -> EngineError | None:
+    """Hold a part of an adapter as all ranks do; gives why none does, where one cannot.
+
+    Args:
+        loader: What the rank runs.
+        own: Its parts of adapters.
+    """
+    error = None
+    try:
+        own.put(task.slot, cut_parts(task.parts, loader))
+    except EngineError as found:
+        error = found
+    if loader.host.smallest(int(error is None)):
+        return None
+    own.take_back(task.slot)
+    return error or EngineError(
+        "adapter: another rank has no memory for it; unload one, or lower kv_blocks"
+    )
+
+
 @dataclass(frozen=True)
-class SharedAdapters:
-    """The adapters of all ranks, as one of them sees them.
+class FirstAdapters(AdapterStore):
+    """The adapters of all ranks, on the first.
 
     Attributes:
-        loader: What the rank runs.
+        loader: What that runs.
+        own: Its parts.
+        ranks: The others.
     """
 
     loader: RankLoader
     own: RankStore
-
-    def hold(self, slot: int, parts: AdapterParts) -> EngineError | None:
-        """Hold a part of an adapter as all ranks do; gives why none does, where one cannot."""
-        error = None
-        try:
-            self.own.put(slot, cut_parts(parts, self.loader))
-        except EngineError as found:
-            error = found
-        if self.loader.host.smallest(int(error is None)):
-            return None
-        self.own.take_back(slot)
-        return error or EngineError(
-            "adapter: another rank has no memory for it; unload one, or lower kv_blocks"
-        )
-
-
-@dataclass(frozen=True)
-class FirstAdapters(SharedAdapters, AdapterStore):
-    """The same on the first rank, whose adapters are those of all.
-
-    Attributes:
-        ranks: The others.
-    """
-
     ranks: Ranks
 
     def put(self, slot: int, parts: AdapterParts) -> None:
@@ -111,9 +109,10 @@ class FirstAdapters(SharedAdapters, AdapterStore):
         Raises:
             EngineError: the memory of one is too small; none holds it then.
         """
+        task = HoldAdapter(slot, parts)
         with self.ranks.together("loading an adapter"):
-            self.ranks.send(HoldAdapter.of(slot, parts))
-            error = self.hold(slot, parts)
+            self.ranks.send(task)
+            error = hold(self.loader, self.own, task)
         if error is not None:
             raise error
 

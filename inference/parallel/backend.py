@@ -32,15 +32,14 @@ from inference.models.kv_cache import CacheShape
 from inference.models.model import Model
 from inference.models.shapes import check_shapes
 from inference.parallel import torchrun
-from inference.parallel.cpu import CpuSide
+from inference.parallel.cpu import CpuLoader
 from inference.parallel.group import Progress
-from inference.parallel.loader import MEETING, DeviceSide, RankLoader, declared_shape, join
-from inference.parallel.messages import LOADING, MakeCache, RankSpec, TellFree, WriteKV
+from inference.parallel.loader import MEETING, RankLoader, declared_shape, join
+from inference.parallel.messages import LOADING, MakeCache, RankSpec, TellFree
 from inference.parallel.ranks import RankProcess, Ranks, Start
 from inference.parallel.shard import shard_of
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
-from inference.scheduling.scheduler import Scheduler
 from inference.transformers_code.model import Shape
 from kernels.attention_inputs import KVPool
 
@@ -59,7 +58,7 @@ class FirstBackend:
         config: The engine's sizes.
         others: Makes the backend of another rank; can be pickled.
         start: Starts a rank.
-        side: What a rank does in its own way on the device of a backend; can be pickled.
+        loader: Gives the kind of a rank's loader for the backend of its device; can be pickled.
     """
 
     runs_drafters = False
@@ -72,7 +71,7 @@ class FirstBackend:
         others: MakeBackend,
         *,
         start: Start = RankProcess,
-        side: Callable[[Backend], DeviceSide] | None = None,
+        loader: Callable[[Backend], type[RankLoader]] | None = None,
     ) -> None:
         self._inner, self._config, self._start = inner, config, start
         self.device, self.dtype = inner.device, inner.dtype
@@ -81,7 +80,7 @@ class FirstBackend:
         self.check, self.linear, self.experts = inner.check, inner.linear, inner.experts
         self.float_sinks, self.head_sizes = inner.float_sinks, inner.head_sizes
         self.peak_bytes = inner.peak_bytes
-        ranks, own = config.tensor_parallel, side or side_of
+        ranks, own = config.tensor_parallel, loader or loader_of
         self._first = RankSpec(0, ranks, open, config, others, "", 1, own)
 
     def loading(self, nbytes: int) -> AbstractContextManager[object]:
@@ -117,8 +116,8 @@ class FirstBackend:
         try:
             with self.ranks.together(LOADING):
                 self.ranks.wait_for(MEETING)
-                host, side = join(first, progress), first.side(self._inner)
-                self._loader = RankLoader.of(first, checkpoint, self._inner, side, host)
+                host, kind = join(first, progress), first.loader(self._inner)
+                self._loader: RankLoader = kind(first, checkpoint, self._inner, host)
                 return self._loader.load(self.ranks.check)
         except BaseException:
             self.close()
@@ -145,16 +144,11 @@ class FirstBackend:
 
     def write_kv(self, pools: Sequence[KVPool], tokens: CachedTokens) -> None:
         """Put K and V that no step computes into the cache, on each rank those of its heads."""
-        self.ranks.send(WriteKV.of(tokens))
+        self.ranks.send(tokens)
         self._inner.write_kv(pools, self._loader.cut_tokens(tokens))
 
     def loop(
-        self,
-        model: Any,
-        pools: Sequence[KVPool],
-        scheduler: Scheduler,
-        sizes: EngineConfig,
-        requests: ActiveRequests,
+        self, model: Any, pools: Sequence[KVPool], sizes: EngineConfig, requests: ActiveRequests
     ) -> Loop:
         """The steps of an engine.
 
@@ -165,8 +159,7 @@ class FirstBackend:
             raise EngineError(
                 "tensor_parallel: the ranks have the blocks that were loaded, and no others"
             )
-        rest: dict[str, Any] = {"scheduler": scheduler, "sizes": sizes, "requests": requests}
-        return self._loader.side.loop(self._loader, pools, self.ranks, **rest)
+        return self._loader.loop(pools, self.ranks, requests)
 
     def ran_out(self, error: Exception) -> bool:
         """Where memory runs out amid a step, the ranks have ended."""
@@ -231,13 +224,13 @@ def _start(ranks: int) -> Start:
     return torchrun.TorchrunStart()
 
 
-def side_of(inner: Backend) -> DeviceSide:
-    """What a rank does in its own way on the device of a backend."""
+def loader_of(inner: Backend) -> type[RankLoader]:
+    """The kind of a rank's loader for the device of a backend."""
     if isinstance(inner, CpuBackend):
-        return CpuSide()
-    from inference.parallel.gpu import GpuSide  # needs Triton
+        return CpuLoader
+    from inference.parallel.gpu import GpuLoader  # needs Triton
 
-    return GpuSide()
+    return GpuLoader
 
 
 def rank_backend(kind: str, dtype: torch.dtype, first: int, rank: int) -> Backend:

@@ -17,19 +17,18 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from inference.backend import Backend
 from inference.cpu.batch import Batch
 from inference.cpu.decoder import CpuDecoder, forward_by_ops
 from inference.cpu.layers import CpuExperts, Linear, pack_linear, static_integers
 from inference.cpu.loop import HostLoop
 from inference.models.read import StoredLinear
-from inference.parallel.adapters import CpuRankAdapters, FirstAdapters, RankBatch, SharedAdapters
-from inference.parallel.group import GlooGroup, Group
+from inference.parallel.adapters import CpuRankAdapters, FirstAdapters, RankBatch, hold
+from inference.parallel.group import Group
 from inference.parallel.layers import RankFactory, RankLayer
-from inference.parallel.loader import DeviceSide, RankLoader
-from inference.parallel.messages import HoldAdapter, RankSpec, RunStep, Task
+from inference.parallel.loader import RankLoader
+from inference.parallel.messages import HoldAdapter, Task
 from inference.parallel.ranks import Ranks
-from inference.parallel.shard import Shard
+from inference.scheduling.active import ActiveRequests
 from kernels.attention_inputs import KVPool
 from kernels.cpu.weights import Weight, pack_quantized_weight
 from kernels.numerics import (
@@ -45,62 +44,52 @@ from kernels.ops import fake_quantize_fp8, linear
 from kernels.reference import RUN
 
 
-class CpuSide(DeviceSide):
-    """See `inference.parallel.loader.DeviceSide`."""
+class CpuLoader(RankLoader):
+    """A rank on a CPU."""
 
-    def join(self, inner: Backend, spec: RankSpec, host: GlooGroup, hidden: int) -> Group:
-        """The group of the processes."""
-        return host
+    @override
+    def join(self) -> Group:
+        return self.host
 
-    def factory(
-        self, inner: Backend, shard: Shard, group: Group, check: Callable[[], None]
-    ) -> CpuFactory:
-        """Makes the rank's layers."""
-        return CpuFactory(inner, shard, group, check)
+    @override
+    def factory(self, check: Callable[[], None]) -> CpuFactory:
+        return CpuFactory(self.inner, self.shard, self.group, check)
 
-    def free_bytes(self, inner: Backend, ranks: int) -> int:
-        """An equal part of what the system has left."""
-        return inner.free_bytes() // ranks
+    @override
+    def own_free_bytes(self) -> int:
+        return self.inner.free_bytes() // self.host.ranks  # of what all share
 
-    def executor(self, loader: RankLoader, pools: Sequence[KVPool]) -> Callable[[Task], None]:
-        """What runs the steps that the first rank plans."""
-        own = CpuRankAdapters(loader.model, loader.group)
-        forward, progress = _forward(loader, pools, own), loader.host.progress
-        adapters = SharedAdapters(loader, own)
+    @override
+    def executor(self, pools: Sequence[KVPool]) -> Callable[[Task], None]:
+        own = CpuRankAdapters(self.model, self.group)
+        forward, progress = self._forward(pools, own), self.host.progress
 
         def run(task: Task) -> None:
             if isinstance(task, HoldAdapter):
-                adapters.hold(task.slot, task.parts)
+                hold(self, own, task)
                 return
-            assert isinstance(task, RunStep)
-            batch = task.batch
-            progress.doing = f"{progress.doing}, of {len(batch.ids)} tokens"
-            forward(batch)
+            assert isinstance(task, Batch)
+            progress.doing = f"{progress.doing}, of {len(task.ids)} tokens"
+            forward(task)
 
         return run
 
-    def loop(
-        self, loader: RankLoader, pools: Sequence[KVPool], ranks: Ranks, **rest: Any
-    ) -> HostLoop:
-        """The steps of an engine, on all ranks."""
-        own = CpuRankAdapters(loader.model, loader.group)
-        forward = _forward(loader, pools, own)
+    @override
+    def loop(self, pools: Sequence[KVPool], ranks: Ranks, requests: ActiveRequests) -> HostLoop:
+        own = CpuRankAdapters(self.model, self.group)
+        forward = self._forward(pools, own)
 
         def run(batch: Batch) -> Tensor:
             with ranks.together(f"running a step of {len(batch.ids)} tokens"):
-                ranks.send(RunStep.of(batch))
+                ranks.send(batch)
                 return forward(batch)
 
-        adapters = FirstAdapters(loader, own, ranks)
-        return RanksLoop(adapters, run, rest["scheduler"], rest["requests"], lambda: own)
+        return RanksLoop(FirstAdapters(self, own, ranks), run, requests, lambda: own)
 
-
-def _forward(
-    loader: RankLoader, pools: Sequence[KVPool], own: CpuRankAdapters
-) -> Callable[[Batch], Tensor]:
-    """What runs the steps of a rank's part on its cache, with its parts of adapters."""
-    forward = partial(forward_by_ops, cast(CpuDecoder, loader.model), pools)
-    return lambda batch: forward(batch if batch.adapters is None else RankBatch.of(batch, own))
+    def _forward(self, pools: Sequence[KVPool], own: CpuRankAdapters) -> Callable[[Batch], Tensor]:
+        """What runs the steps of the rank's part on its cache, with its parts of adapters."""
+        forward = partial(forward_by_ops, cast(CpuDecoder, self.model), pools)
+        return lambda batch: forward(batch if batch.adapters is None else RankBatch.of(batch, own))
 
 
 class RanksLoop(HostLoop):

@@ -11,7 +11,6 @@ the rank's own inputs.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,31 +18,26 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 from typing_extensions import override
 
 from formats.errors import CheckpointError, EngineError
-from inference.backend import Backend
-from inference.config import EngineConfig
 from inference.gpu.backend import TritonBackend
 from inference.gpu.decoder import GpuDecoder
-from inference.gpu.invariant import invariant_decoder
 from inference.gpu.layers import GpuLinear, as_wanted, pack_linear
 from inference.gpu.loop import DeviceLoop
 from inference.gpu.ranks import Partial, StepRanks
 from inference.gpu.runner import GpuRunner
 from inference.gpu.steps import StepPlan
 from inference.models.read import StoredLinear
-from inference.parallel.adapters import FirstAdapters, SharedAdapters
+from inference.parallel.adapters import FirstAdapters, hold
 from inference.parallel.group import GlooGroup, Group, cut_parts, widened
 from inference.parallel.layers import Gathered, Head, RankFactory, RankLayer
-from inference.parallel.loader import DeviceSide, RankLoader
-from inference.parallel.messages import HoldAdapter, RankSpec, Replay, RunPlan, Task, WarmUp
+from inference.parallel.loader import RankLoader, device_store
+from inference.parallel.messages import HoldAdapter, Replay, RunPlan, Task, WarmUp
 from inference.parallel.ranks import Ranks
-from inference.parallel.shard import Shard
 from inference.requests.request import StepResult
+from inference.scheduling.active import ActiveRequests
 from inference.scheduling.batch import RunningBatch
-from inference.scheduling.blocks import blocks_for
 from inference.scheduling.work import Work
 from kernels.attention_inputs import KVPool
 from kernels.triton.collective.all_reduce import AllReduce
@@ -52,8 +46,6 @@ from kernels.triton.linear.weight import InputFormat
 
 CONNECTING = "connecting its GPU with the others'"
 CONNECTED_WITHIN = 20.0  # seconds
-LOOPBACK = "127.0.0.1"
-PORTS = 1 << 16
 KERNELS_FOR = (2, 4, 8)  # ranks for which there are all-reduce kernels
 
 
@@ -113,131 +105,82 @@ class NcclGroup(Group):
         self.reducer.give_up()
 
 
-def device_store(host: GlooGroup) -> TCPStore:
-    """Where the ranks' NCCL meets: in rank 0, on a port of the loopback interface.
+class GpuLoader(RankLoader):
+    """A rank on a GPU."""
 
-    NCCL's monitor reads it once a second as long as the group exists, which outlives the engine's
-    folder: a `FileStore` in there has it wait for a file that is gone, and the group's end for it,
-    for minutes.
-    """
-    if host.rank:
-        return TCPStore(LOOPBACK, host.smallest(PORTS), host.ranks, wait_for_workers=False)
-    listening = socket.create_server((LOOPBACK, 0))
-    port = listening.getsockname()[1]
-    store = TCPStore(
-        LOOPBACK,
-        port,
-        host.ranks,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
-    host.smallest(port)
-    return store
+    group: NcclGroup
 
-
-class GpuSide(DeviceSide):
-    """See `inference.parallel.loader.DeviceSide`."""
-
-    def join(self, inner: Backend, spec: RankSpec, host: GlooGroup, hidden: int) -> NcclGroup:
+    @override
+    def join(self) -> NcclGroup:
         """Meet by NCCL."""
-        if spec.ranks not in KERNELS_FOR:
+        host, config, dtype = self.host, self.config, self.inner.dtype
+        if host.ranks not in KERNELS_FOR:
             raise EngineError(
-                f"tensor_parallel {spec.ranks}: sums over GPUs are for "
+                f"tensor_parallel {host.ranks}: sums over GPUs are for "
                 f"{', '.join(map(str, KERNELS_FOR))} of them; take as many"
             )
         if dist.is_initialized():
             raise EngineError(
-                f"tensor_parallel {spec.ranks}: this process has a torch.distributed group "
+                f"tensor_parallel {host.ranks}: this process has a torch.distributed group "
                 "already, and has one at a time. Close the engine that made it, or take another "
                 "process"
             )
-        device = torch.device("cuda", inner.device.index or 0)
+        device = torch.device("cuda", self.inner.device.index or 0)
         torch.cuda.set_device(device)
         store, before = device_store(host), host.progress.doing
         host.progress.doing = CONNECTING
         with host.progress.waiting(CONNECTED_WITHIN):
             dist.init_process_group(
-                "nccl", store=store, rank=spec.rank, world_size=spec.ranks, device_id=device
+                "nccl", store=store, rank=host.rank, world_size=host.ranks, device_id=device
             )
             world = dist.group.WORLD
             assert world is not None
-            most = spec.config.max_batched_tokens + spec.config.max_batch_size
-            reducer = AllReduce.over(world, device, most, hidden, inner.dtype)
+            most = config.max_batched_tokens + config.max_batch_size
+            reducer = AllReduce.over(world, device, most, self.shape.hidden_size, dtype)
         host.progress.doing = before
         return NcclGroup(host, reducer)
 
-    def factory(
-        self, inner: Backend, shard: Shard, group: Group, check: Callable[[], None]
-    ) -> GpuFactory:
-        """Makes the rank's layers."""
-        assert isinstance(inner, TritonBackend)
-        return GpuFactory(inner, shard, cast(NcclGroup, group), check)
+    @override
+    def factory(self, check: Callable[[], None]) -> GpuFactory:
+        return GpuFactory(self.inner, self.shard, self.group, check)
 
-    def free_bytes(self, inner: Backend, ranks: int) -> int:
-        """What its GPU has left."""
-        return inner.free_bytes()
+    @override
+    def own_free_bytes(self) -> int:
+        return self.inner.free_bytes()
 
-    def executor(self, loader: RankLoader, pools: Sequence[KVPool]) -> Callable[[Task], None]:
-        """What runs the steps that the first rank plans."""
-        ranks = PlannedSteps(cast(NcclGroup, loader.group), loader.inner.device)
-        batch = RunningBatch(loader.config.max_batch_size)
-        runner = runner_of(loader, pools, batch, ranks)
+    @override
+    def executor(self, pools: Sequence[KVPool]) -> Callable[[Task], None]:
+        batch = RunningBatch(self.config.max_batch_size)
+        runner = self._runner(pools, batch, PlannedSteps(self.group, self.inner.device))
 
         def run(task: Task) -> None:
             if isinstance(task, HoldAdapter):
-                SharedAdapters(loader, runner.adapters()).hold(task.slot, task.parts)
+                hold(self, runner.adapters(), task)
             elif isinstance(task, WarmUp):
                 runner.warm_up(task.sequences, task.tokens, task.rows)
             elif isinstance(task, Replay):
                 runner.replay(task.sequences, task.times)
             else:
                 assert isinstance(task, RunPlan)
-                loader.host.progress.count += 1
+                self.host.progress.count += 1
                 runner.follow(task.size, task.block)
-                cast(NcclGroup, loader.group).check()
+                self.group.check()
 
         return run
 
-    def loop(
-        self, loader: RankLoader, pools: Sequence[KVPool], ranks: Ranks, **rest: Any
-    ) -> RanksLoop:
-        """The steps of an engine, on all ranks.
-
-        Args:
-            loader: Of the first rank.
-            pools: Its part of the cache.
-            ranks: The others.
-            rest: Scheduler, sizes and requests of the engine.
-        """
-        scheduler = rest["scheduler"]
-        group = cast(NcclGroup, loader.group)
-        steps = PlannedSteps(group, loader.inner.device, ranks)
-        runner = runner_of(loader, pools, scheduler.batch, steps)
+    @override
+    def loop(self, pools: Sequence[KVPool], ranks: Ranks, requests: ActiveRequests) -> RanksLoop:
+        steps = PlannedSteps(self.group, self.inner.device, ranks)
+        runner = self._runner(pools, requests.scheduler.batch, steps)
         ranks.before_end(runner.release)
-        ranks.on_failure(group.give_up)
-        ahead = not rest["sizes"].eager
-        about = (loader, ranks, group, steps)
-        return RanksLoop(*about, runner, scheduler, rest["requests"], ahead=ahead)
+        ranks.on_failure(self.group.give_up)
+        return RanksLoop(self, ranks, steps, runner, requests, ahead=not self.config.eager)
 
-
-def runner_of(
-    loader: RankLoader, pools: Sequence[KVPool], batch: RunningBatch, ranks: PlannedSteps
-) -> GpuRunner:
-    """What runs the steps of a rank's part on its cache."""
-    sizes: EngineConfig = loader.config
-    assert sizes.max_model_len is not None
-    model = cast(GpuDecoder, loader.model)
-    return GpuRunner(
-        invariant_decoder(model) if sizes.invariant else model,
-        pools,
-        loader.inner.device,
-        batch,
-        width=blocks_for(sizes.max_model_len),
-        graphs=not sizes.eager,
-        invariant=sizes.invariant,
-        ranks=ranks,
-    )
+    def _runner(
+        self, pools: Sequence[KVPool], batch: RunningBatch, steps: PlannedSteps
+    ) -> GpuRunner:
+        inner, model = cast(TritonBackend, self.inner), cast(GpuDecoder, self.model)
+        return inner.runner(model, pools, self.config, batch, steps)
 
 
 class PlannedSteps(StepRanks):
@@ -254,6 +197,7 @@ class PlannedSteps(StepRanks):
     def __init__(self, group: NcclGroup, device: torch.device, ranks: Ranks | None = None) -> None:
         self._group, self._device, self.count = group, device, group.ranks
         self._ranks, self.first, self.steps = ranks, ranks is not None, 0
+        self.share = group.share  # the first rank's tokens
 
     def tell(self, plan: StepPlan) -> None:
         """Have the others run a step."""
@@ -278,34 +222,23 @@ class PlannedSteps(StepRanks):
         sizes = [part.numel()] * self.count
         return self._group.side_by_side(part.view(1, -1), sizes).view(-1, *part.shape)
 
-    def share(self, chosen: Tensor) -> Tensor:
-        """The first rank's tokens."""
-        return self._group.share(chosen)
-
 
 class RanksLoop(DeviceLoop):
     """Steps of an engine on several GPUs: where one fails, all ranks end.
 
     Args:
-        loader: Of the first rank.
+        loader: The first rank.
         ranks: The other ranks.
-        group: All ranks' devices.
-        planned: What `ranks` are given.
+        planned: What they are given.
         rest: As of `DeviceLoop`.
     """
 
     def __init__(
-        self,
-        loader: RankLoader,
-        ranks: Ranks,
-        group: NcclGroup,
-        planned: PlannedSteps,
-        *rest: Any,
-        **named: Any,
+        self, loader: GpuLoader, ranks: Ranks, planned: PlannedSteps, *rest: Any, **named: Any
     ) -> None:
         super().__init__(*rest, **named)
-        self._loader, self._ranks = loader, ranks
-        self._group, self._planned = group, planned
+        self._loader, self._ranks, self._planned = loader, ranks, planned
+        self._group = loader.group
 
     @override
     def adapters(self) -> FirstAdapters:
@@ -353,14 +286,14 @@ class RanksLoop(DeviceLoop):
 class GpuFactory(RankFactory):
     """Makes a rank's layers on a GPU."""
 
+    @override
     def head(self, own: GpuLinear, tokens: Sequence[int]) -> GpuHead:
-        """The head, of which the rank has so many tokens."""
         return GpuHead(own, tokens, self._group)
 
+    @override
     def gathered(
         self, own: GpuLinear, inputs: Sequence[int], outputs: Sequence[int]
     ) -> GpuGathered:
-        """A layer that reads the inputs of all ranks."""
         return GpuGathered(own, inputs, outputs, self._group, InputFormat(self.dtype))
 
     def row_parallel(self, stored: StoredLinear) -> GpuRowParallel:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 
 from formats.checkpoint.part import Span
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from inference.backend import Backend, Loop
-from inference.config import EngineConfig
 from inference.models.adapters import CachedTokens
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, LayerCache
@@ -23,11 +24,14 @@ from inference.parallel.group import GlooGroup, Group, Progress
 from inference.parallel.layers import ShardDecoder
 from inference.parallel.messages import LOADING, RankSpec, Task
 from inference.parallel.ranks import Ranks
-from inference.parallel.shard import Shard, shard_of
+from inference.parallel.shard import shard_of
+from inference.scheduling.active import ActiveRequests
 from inference.transformers_code.model import Shape, read_shape
 from kernels.attention_inputs import KVPool
 
 MEETING = "meeting the other ranks"
+LOOPBACK = "127.0.0.1"
+PORTS = 1 << 16
 SOON = timedelta(seconds=30)  # that rank 0 waits: it begins when all others have come
 LONG = timedelta(hours=1)  # that others wait for rank 0, with whose end they end
 
@@ -37,7 +41,7 @@ def join(spec: RankSpec, progress: Progress) -> GlooGroup:
     progress.doing = MEETING
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._devices = [gloo.create_device(hostname=LOOPBACK)]
     store = FileStore(spec.meeting, spec.ranks)
     store.set_timeout(LONG if spec.rank else SOON)
     group = GlooGroup(gloo(store, spec.rank, spec.ranks, options))
@@ -47,84 +51,78 @@ def join(spec: RankSpec, progress: Progress) -> GlooGroup:
     return group
 
 
-class DeviceSide(Protocol):
-    """What a rank does in its own way on each kind of device: CPU or GPU."""
+def device_store(host: GlooGroup) -> TCPStore:
+    """Where the ranks' NCCL meets: in rank 0, on a port of the loopback interface.
 
-    def join(self, inner: Backend, spec: RankSpec, host: GlooGroup, hidden: int) -> Group:
-        """The group of the layers of a step, for rows of so many elements.
-
-        Args:
-            inner: The backend of the rank's device.
-            spec: What the rank runs.
-            host: The group of the processes.
-            hidden: Elements of a row of the residual stream.
-        """
-        ...
-
-    def factory(
-        self, inner: Backend, shard: Shard, group: Group, check: Callable[[], None]
-    ) -> LayerFactory[Any, Any]:
-        """Makes the rank's layers."""
-        ...
-
-    def free_bytes(self, inner: Backend, ranks: int) -> int:
-        """Memory that the rank's part of a cache could have."""
-        ...
-
-    def executor(self, loader: RankLoader, pools: Sequence[KVPool]) -> Callable[[Task], None]:
-        """What runs the steps that the first rank plans, on another one."""
-        ...
-
-    def loop(self, loader: RankLoader, pools: Sequence[KVPool], ranks: Ranks, **rest: Any) -> Loop:
-        """The steps of an engine, on all ranks.
-
-        Args:
-            loader: Of the first rank.
-            pools: Its part of the cache.
-            ranks: The others.
-            rest: Scheduler, sizes and requests of the engine.
-        """
-        ...
+    NCCL's monitor reads it once a second as long as the group exists, which outlives the engine's
+    folder: a `FileStore` in there has it wait for a file that is gone, and the group's end for it,
+    for minutes.
+    """
+    if host.rank:
+        return TCPStore(LOOPBACK, host.smallest(PORTS), host.ranks, wait_for_workers=False)
+    listening = socket.create_server((LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        LOOPBACK,
+        port,
+        host.ranks,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    host.smallest(port)
+    return store
 
 
-@dataclass
-class RankLoader:
-    """What a rank loads.
+class RankLoader(ABC):
+    """What a rank loads and runs; how, depends on the kind of its device.
+
+    Args:
+        spec: What it runs.
 
     Attributes:
         inner: The backend of its device.
-        side: What depends on the kind of that.
         checkpoint: The whole checkpoint.
         shape: The whole model's shape.
         shard: What the rank holds.
-        host: The group of the processes.
+        host: The group of the processes, which has met.
         group: The group of the layers of a step.
         config: The engine's sizes.
     """
 
-    inner: Backend
-    side: DeviceSide
-    checkpoint: Checkpoint
-    shape: ModelConfig
-    shard: Shard
-    host: GlooGroup
-    group: Group
-    config: EngineConfig
+    def __init__(
+        self, spec: RankSpec, checkpoint: Checkpoint, inner: Backend, host: GlooGroup
+    ) -> None:
+        self.inner, self.checkpoint, self.host, self.config = inner, checkpoint, host, spec.config
+        self.shape = declared_shape(read_shape(checkpoint, inner))
+        self.shard = shard_of(checkpoint, self.shape, spec.rank, spec.ranks)
+        self.group = self.join()
 
-    @classmethod
-    def of(
-        cls,
-        spec: RankSpec,
-        checkpoint: Checkpoint,
-        inner: Backend,
-        side: DeviceSide,
-        host: GlooGroup,
-    ) -> RankLoader:
-        """Of a rank that has met the others."""
-        shape = declared_shape(read_shape(checkpoint, inner))
-        shard = shard_of(checkpoint, shape, spec.rank, spec.ranks)
-        group = side.join(inner, spec, host, shape.hidden_size)
-        return cls(inner, side, checkpoint, shape, shard, host, group, spec.config)
+    @abstractmethod
+    def join(self) -> Group:
+        """The group of the layers of a step."""
+
+    @abstractmethod
+    def factory(self, check: Callable[[], None]) -> LayerFactory[Any, Any]:
+        """Makes the rank's layers; `check` as of `load`."""
+
+    @abstractmethod
+    def own_free_bytes(self) -> int:
+        """Memory that the rank's part of a cache could have."""
+
+    @abstractmethod
+    def executor(self, pools: Sequence[KVPool]) -> Callable[[Task], None]:
+        """What runs the steps that the first rank plans, on another one."""
+
+    @abstractmethod
+    def loop(self, pools: Sequence[KVPool], ranks: Ranks, requests: ActiveRequests) -> Loop:
+        """The steps of an engine, on all ranks: what the first one runs.
+
+        Args:
+            pools: Its part of the cache.
+            ranks: The others.
+            requests: Those that live, and what schedules them.
+        """
 
     def load(self, check: Callable[[], None] = lambda: None) -> ShardDecoder[Any, Any]:
         """Load the rank's part of the model, and wait until all ranks have.
@@ -132,10 +130,9 @@ class RankLoader:
         Args:
             check: Raises where another rank has failed.
         """
-        factory = self.side.factory(self.inner, self.shard, self.group, check)
         assert self.config.max_model_len is not None
-        self.model = ShardDecoder(
-            self.checkpoint, self.shard, factory, self.group, self.config.max_model_len
+        self.model: ShardDecoder[Any, Any] = ShardDecoder(
+            self.checkpoint, self.shard, self.factory(check), self.group, self.config.max_model_len
         )
         self.host.smallest(0)
         return self.model
@@ -154,7 +151,7 @@ class RankLoader:
 
     def free_bytes(self) -> int:
         """Memory that the whole cache could have if all ranks had what this one has."""
-        free = self.side.free_bytes(self.inner, self.host.ranks)
+        free = self.own_free_bytes()
         return self.host.smallest(free * self.shape.kv_heads // self.shard.heads.count)
 
 

@@ -3,23 +3,27 @@
     rank 0 -> rank   `RankSpec`; then one of `Task` after another, until the connection ends
     rank -> rank 0   `Heartbeat`s, and `Failed` where it cannot go on
 
-A step of GPUs is the one block of bytes that its arrays are.
+A step of GPUs is the one block of bytes that its arrays are; one of CPUs is the `Batch` itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copyreg
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from io import BytesIO
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from inference.backend import Backend
 from inference.config import EngineConfig
 from inference.cpu.batch import Batch
 from inference.gpu.sizes import Size, WholeSize
-from inference.models.adapters import AdaptedLayer, AdapterPart, AdapterParts, CachedTokens
+from inference.models.adapters import AdapterParts, CachedTokens
 from inference.scheduling.blocks import BlockChanges
 
 LOADING = "loading its part of the model"
@@ -37,8 +41,8 @@ class RankSpec:
         backend: Makes the backend of a rank's device.
         meeting: A file through which the ranks find each other.
         threads: Of its own, on a CPU.
-        side: What a rank does in its own way on the device of a backend: a
-            `inference.parallel.loader.DeviceSide`.
+        loader: Gives the kind of `inference.parallel.loader.RankLoader` for a rank's device, by
+            the backend of that.
     """
 
     rank: int
@@ -48,7 +52,7 @@ class RankSpec:
     backend: Callable[[int], Backend]
     meeting: str
     threads: int
-    side: Callable[[Backend], Any]
+    loader: Callable[[Backend], Any]
 
 
 @dataclass(frozen=True)
@@ -65,80 +69,15 @@ class TellFree:
 
 
 @dataclass(frozen=True)
-class WriteKV:
-    """Put K and V that no step computes into the cache; see `CachedTokens`.
-
-    Attributes:
-        keys: An array, and `values` another: tensors would be shared and not sent.
-    """
-
-    keys: Any
-    values: Any
-    start: int
-    slots: Sequence[int]
-
-    @classmethod
-    def of(cls, tokens: CachedTokens) -> Self:
-        """Of what the first rank has, for all heads."""
-        return cls(tokens.keys.numpy(), tokens.values.numpy(), tokens.start, tokens.slots)
-
-    @property
-    def tokens(self) -> CachedTokens:
-        """What the first rank has, for all heads."""
-        keys, values = torch.from_numpy(self.keys), torch.from_numpy(self.values)
-        return CachedTokens(keys, values, self.start, self.slots)
-
-
-@dataclass(frozen=True)
 class HoldAdapter:
     """Hold a part of an adapter in a slot; see `inference.parallel.adapters`.
 
     Attributes:
-        arrays: The whole adapter by block and layer: index, A and B of each part.
+        parts: The whole adapter.
     """
 
     slot: int
-    arrays: Mapping[tuple[int, AdaptedLayer], Sequence[tuple[int, Any, Any]]]
-
-    @classmethod
-    def of(cls, slot: int, parts: AdapterParts) -> Self:
-        """Of what the first rank has read; arrays, as tensors would be shared and not sent."""
-        arrays = {
-            key: [(part.index, part.a.numpy(), part.b.numpy()) for part in own]
-            for key, own in parts.items()
-        }
-        return cls(slot, arrays)
-
-    @property
-    def parts(self) -> AdapterParts:
-        """What the first rank has read."""
-        tensor = torch.from_numpy
-        return {
-            key: [AdapterPart(index, tensor(a), tensor(b)) for index, a, b in own]
-            for key, own in self.arrays.items()
-        }
-
-
-@dataclass(frozen=True)
-class RunStep:
-    """Run the tokens of a step.
-
-    Attributes:
-        arrays: Those of a `Batch`; they are sent, where tensors would be shared.
-    """
-
-    arrays: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, batch: Batch) -> Self:
-        """Of what the first rank has planned."""
-        return cls({name: own.numpy() for name, own in vars(batch).items() if own is not None})
-
-    @property
-    def batch(self) -> Batch:
-        """What the first rank has planned."""
-        tensors: Any = {name: torch.from_numpy(own) for name, own in self.arrays.items()}
-        return Batch(**tensors)
+    parts: AdapterParts
 
 
 @dataclass(frozen=True)
@@ -170,13 +109,26 @@ Task = (
     MakeCache
     | TellFree
     | BlockChanges
-    | WriteKV
+    | CachedTokens
     | HoldAdapter
-    | RunStep
+    | Batch
     | RunPlan
     | WarmUp
     | Replay
 )
+
+
+class _Pickler(pickle.Pickler):
+    """Copies tensors, which `Connection.send` would share with the other process."""
+
+    dispatch_table = copyreg.dispatch_table | {Tensor: lambda x: (torch.from_numpy, (x.numpy(),))}
+
+
+def packed(task: Task) -> bytes:
+    """A task as `Connection.recv` takes it."""
+    buffer = BytesIO()
+    _Pickler(buffer).dump(task)
+    return buffer.getvalue()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from formats.errors import EngineEndedError, PTQError
 from inference.parallel.group import Progress
-from inference.parallel.messages import LOADING, Failed, Heartbeat, RankSpec, Task
+from inference.parallel.messages import LOADING, Failed, Heartbeat, RankSpec, Task, packed
 
 LAST_WORDS = 2.0  # seconds in which a process whose connection closed has to end
 NOTICED = 5.0  # seconds to wait for the news of a dead rank, where an exchange failed
@@ -75,14 +75,10 @@ class RankProcess:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the first rank, with which it ends
         )
-        self.name = f"rank {rank} (process {self._process.pid})"
+        self.pid = self._process.pid
+        self.name = f"rank {rank} (process {self.pid})"
         tasks.close()
         news.close()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
 
     def kill(self) -> None:
         """End it now."""
@@ -169,9 +165,10 @@ class Ranks:
             EngineEndedError: one is gone.
         """
         self.check()
+        message = packed(task)
         try:
             for other in self._others:
-                other.tasks.send(task)
+                other.tasks.send_bytes(message)
         except OSError as error:
             raise self.failure(error) from error
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from inference.cpu.batch import Batch
+from inference.models.adapters import CachedTokens
 from inference.parallel.group import Progress
 from inference.parallel.loader import RankLoader, join
 from inference.parallel.messages import (
@@ -27,11 +29,9 @@ from inference.parallel.messages import (
     RankSpec,
     Replay,
     RunPlan,
-    RunStep,
     Task,
     TellFree,
     WarmUp,
-    WriteKV,
 )
 from inference.parallel.ranks import IDLE, reason_of
 from inference.scheduling.blocks import BlockChanges
@@ -108,7 +108,7 @@ class Rank:
         host = join(spec, self._news.progress)
         inner = spec.backend(spec.rank)
         checkpoint = spec.open()
-        self._loader = RankLoader.of(spec, checkpoint, inner, spec.side(inner), host)
+        self._loader: RankLoader = spec.loader(inner)(spec, checkpoint, inner, host)
         self._pools: list[Any] = []
         self._loader.load()
 
@@ -116,17 +116,17 @@ class Rank:
         progress, loader = self._news.progress, self._loader
         if isinstance(task, BlockChanges):
             loader.inner.change_blocks(self._pools, task)
-        elif isinstance(task, WriteKV):
-            loader.inner.write_kv(self._pools, loader.cut_tokens(task.tokens))
+        elif isinstance(task, CachedTokens):
+            loader.inner.write_kv(self._pools, loader.cut_tokens(task))
         elif isinstance(task, TellFree):
             loader.free_bytes()
         elif isinstance(task, MakeCache):
             progress.doing = f"allocating a cache of {task.blocks} blocks"
             shape = loader.cache_shape(blocks=task.blocks, quantized=task.quantized)
             self._pools = loader.inner.cache(shape)
-            self._run = loader.side.executor(loader, self._pools)
+            self._run = loader.executor(self._pools)
         else:
-            self._steps += isinstance(task, RunStep | RunPlan)
+            self._steps += isinstance(task, Batch | RunPlan)
             kind = {WarmUp: "warming up", Replay: "replaying a step"}
             progress.doing = kind.get(type(task), f"running step {self._steps}")
             self._run(task)

@@ -14,7 +14,6 @@ from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.batch import Bools, Ints
 from inference.scheduling.sampler import likeliest, top_logprobs
-from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
 
 NOT_FINITE = "the model's logits hold NaN or infinity; check the checkpoint"
@@ -26,11 +25,10 @@ class Acceptance:
 
     Args:
         requests: Those that live.
-        scheduler: Has their sequences.
     """
 
-    def __init__(self, requests: ActiveRequests, scheduler: Scheduler) -> None:
-        self._requests, self._scheduler = requests, scheduler
+    def __init__(self, requests: ActiveRequests) -> None:
+        self._requests, self._scheduler = requests, requests.scheduler
 
     def take_tokens(
         self, places: Ints, tokens: Ints, logprobs: PlaceLogprobs, now: float | None = None

@@ -40,8 +40,6 @@ class ActiveRequest:
     """State of one request between its arrival and its end.
 
     Args:
-        prompt: Its token ids.
-        params: How it is decoded.
         tokenizer: A transformers tokenizer.
         ends: Tokens that end it.
         limit: Most tokens of prompt and output.
@@ -270,15 +268,15 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
     """The requests of an engine, by name, from their arrival to their end.
 
     Args:
-        scheduler: Has their sequences.
         change_blocks: Copies and clears blocks of the cache.
 
     Attributes:
+        scheduler: Has their sequences.
         candidates: Of held requests that wait for their next token, the likeliest, by name.
     """
 
     def __init__(self, scheduler: Scheduler, change_blocks: Callable[[BlockChanges], None]) -> None:
-        self._scheduler, self._change_blocks = scheduler, change_blocks
+        self.scheduler, self._change_blocks = scheduler, change_blocks
         self._by_name: dict[str, ActiveRequest] = {}
         self.candidates: dict[str, Logprobs] = {}
         self._uncompiled: dict[str, Future[MakeMatcher]] = {}
@@ -294,13 +292,13 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
 
     def at(self, place: int) -> ActiveRequest:
         """The request in a slot of the running batch."""
-        return self._by_name[self._scheduler.batch.names[place]]
+        return self._by_name[self.scheduler.batch.names[place]]
 
     def add(self, request: ActiveRequest, compiled: Future[MakeMatcher] | None = None) -> None:
         """Queue a request; one that has a constraint when that is compiled."""
         self._by_name[request.sequence.name] = request
         if compiled is None:
-            self._scheduler.add(request.sequence)
+            self.scheduler.add(request.sequence)
         else:
             self._uncompiled[request.sequence.name] = compiled
 
@@ -311,7 +309,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         """
         if not self._uncompiled:
             return []
-        busy = self._scheduler.waiting or self._scheduler.running
+        busy = self.scheduler.waiting or self.scheduler.running
         wait(self._uncompiled.values(), 0 if busy else PATIENCE, FIRST_COMPLETED)
         refused = []
         for name in [name for name, future in self._uncompiled.items() if future.done()]:
@@ -322,12 +320,12 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
                 refused.append(self.finish(request, "error", str(error), error.param))
             else:
                 del self._uncompiled[name]
-                self._scheduler.add(request.sequence)
+                self.scheduler.add(request.sequence)
         return refused
 
     def prepare_cache(self) -> None:
         """Copy and clear the blocks of the cache that the next step needs so; before it runs."""
-        changes = self._scheduler.blocks.take_changes()
+        changes = self.scheduler.blocks.take_changes()
         if changes is None:
             return
         try:
@@ -340,7 +338,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
     def fork(self, request: ActiveRequest, name: str, token: int) -> None:
         """Begin a held request with the tokens of another and one more; it shares their blocks."""
         other = self._by_name[name] = request.fork(name, token)
-        self._scheduler.fork(request.sequence, other.sequence)
+        self.scheduler.fork(request.sequence, other.sequence)
 
     def take_candidates(self) -> dict[str, Logprobs]:
         """What held requests may go on with: {token: log probability}; given once."""
@@ -356,10 +354,10 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
     ) -> RequestOutput:
         """End a request and take its blocks back; `error` says why where the reason is that."""
         if self._uncompiled.pop(request.sequence.name, None) is None:
-            self._scheduler.remove(request.sequence, failed=reason == "error")
+            self.scheduler.remove(request.sequence, failed=reason == "error")
         del self._by_name[request.sequence.name]
         self.candidates.pop(request.sequence.name, None)
-        drafter = self._scheduler.drafter
+        drafter = self.scheduler.drafter
         if drafter is not None and reason != "error":
             drafter.proposer.note_end([*request.prompt, *request.tokens], len(request.prompt))
         return request.close(reason, error, param)
@@ -370,7 +368,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         First of fewer tokens; where each has one at most, of fewer requests. Gives those that had
         to end: the newest half of what runs.
         """
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if scheduler.max_batched_tokens > scheduler.max_batch_size:
             half = scheduler.max_batched_tokens // 2
             scheduler.max_batched_tokens = max(half, scheduler.max_batch_size)
@@ -384,9 +382,9 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         """Forget all of them, and whatever is cached, after a step that failed."""
         for name, request in self._by_name.items():
             if name not in self._uncompiled:
-                self._scheduler.remove(request.sequence, failed=True)
+                self.scheduler.remove(request.sequence, failed=True)
         self._uncompiled.clear()
-        self._scheduler.blocks.forget()
+        self.scheduler.blocks.forget()
         self._by_name.clear()
         self.candidates.clear()
 

@@ -35,10 +35,10 @@ def engine_on(path, ranks, *, shared=False, **sizes):
     config = EngineConfig(tensor_parallel=ranks, max_model_len=256, **sizes)
     if shared:
         from inference.parallel.backend import FirstBackend
-        from tests.inference.parallel.host_ranks import host_side
+        from tests.inference.parallel.host_ranks import host_loader
 
         checkpoint, opened = Checkpoint.open(path), partial(Checkpoint.open, path)
-        backend = FirstBackend(shared_gpu(0), opened, config, shared_gpu, side=host_side)
+        backend = FirstBackend(shared_gpu(0), opened, config, shared_gpu, loader=host_loader)
         engine = Engine(checkpoint, load_tokenizer(checkpoint.path), config, backend)
     else:
         engine = Engine.from_pretrained(path, config=config, device="cuda")

@@ -36,7 +36,7 @@ class FakeGpuEngine:
         model: Any = SimpleNamespace(layers=[])
         pools: Any = self.cache
         backend = TritonBackend(torch.device("cpu"), torch.float16)
-        self._loop = backend.loop(model, pools, scheduler, config, self.requests)
+        self._loop = backend.loop(model, pools, config, self.requests)
 
     def _change_blocks(self, changes) -> None:
         held = dict(self.cache)

@@ -144,7 +144,7 @@ def make_loop(
     blocks = BlockManager(config.kv_blocks)
     scheduler = Scheduler(blocks, config.max_batch_size, config.max_batched_tokens)
     active = ActiveRequests(scheduler, lambda changes: None)
-    loop = TritonBackend(CPU, torch.float16).loop(model, cache, scheduler, config, active)
+    loop = TritonBackend(CPU, torch.float16).loop(model, cache, config, active)
     execute = loop.runner.execute  # a plan is all that it needs: another process could have made it
 
     def copied(plan: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch
 
-from inference.parallel.gpu import GpuSide, NcclGroup
+from inference.parallel.gpu import GpuLoader, NcclGroup
 from kernels.triton import fused
 
 
@@ -49,13 +49,13 @@ class HostGroup:
         """No kernel waits."""
 
 
-class HostSide(GpuSide):
-    """`GpuSide` whose ranks meet through the host."""
+class HostLoader(GpuLoader):
+    """`GpuLoader` whose ranks meet through the host."""
 
-    def join(self, inner, spec, host, hidden) -> NcclGroup:
-        return cast(Any, HostGroup(host, inner.dtype))
+    def join(self) -> NcclGroup:
+        return cast(Any, HostGroup(self.host, self.inner.dtype))
 
 
-def host_side(inner) -> HostSide:
+def host_loader(inner) -> type[HostLoader]:
     """Of any rank."""
-    return HostSide()
+    return HostLoader

@@ -19,13 +19,12 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.gpu.backend import TritonBackend
 from inference.parallel.backend import FirstBackend
-from inference.parallel.gpu import device_store
 from inference.parallel.group import Progress
-from inference.parallel.loader import join
+from inference.parallel.loader import device_store, join
 from inference.requests.request import SamplingParams
 from tests.adapters import write_adapter, write_prefix
 from tests.inference.gpu.test_gpu import checkpoint_of, prompt
-from tests.inference.parallel.host_ranks import host_side
+from tests.inference.parallel.host_ranks import host_loader
 from tests.kernels.triton_lab import interpreted
 
 
@@ -40,7 +39,7 @@ def engine_on(path, ranks):
     backend = triton_backend(0)
     if ranks > 1:
         opened = partial(Checkpoint.open, path)
-        backend = FirstBackend(backend, opened, config, triton_backend, side=host_side)
+        backend = FirstBackend(backend, opened, config, triton_backend, loader=host_loader)
     return Engine(checkpoint, AutoTokenizer.from_pretrained(path), config, backend)
 
 

@@ -198,7 +198,7 @@ class Running:
         self._requests = ActiveRequests(scheduler, lambda blocks: None)
         self.request = ActiveRequest("a", prompt, params, Bytes(), frozenset(), limit)
         self._requests.add(self.request)
-        self._acceptance = Acceptance(self._requests, scheduler)
+        self._acceptance = Acceptance(self._requests)
         self._places = scheduler.schedule().places
 
     def accept(self, token: int) -> None:
