@@ -106,11 +106,9 @@ class FirstBackend:
             threads=max(1, before // ranks),
         )
         specs = [replace(first, rank=rank) for rank in range(1, ranks)]
-        patience, stuck = self._config.rank_patience_s, None
-        if self.device.type != "cpu":
-            stuck = STUCK_AFTER
+        patience, devices = self._config.rank_patience_s, self.device.type != "cpu"
+        stuck = STUCK_AFTER if devices else None
         self.ranks = Ranks(specs, progress, self._start, patience, stuck)
-        devices = stuck is not None
         self._end = weakref.finalize(self, _end, self.ranks, before, folder, devices)
         torch.set_num_threads(first.threads)
         try:

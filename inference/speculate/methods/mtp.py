@@ -179,12 +179,9 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
             f"[{hidden}, {2 * hidden}]. It is another model's, or damaged"
         )
     tensors = [n for n in checkpoint.names() if n.startswith(f"{layer}.")]
-    heads.require_room("its layer for further tokens", _bytes(checkpoint, tensors), target, shape)
+    weights = sum(prod(checkpoint.shape(n)) * checkpoint.dtype(n).itemsize for n in tensors)
+    heads.require_room("its layer for further tokens", weights, target, shape)
     return heads.HeadProposer(_load(checkpoint, names, target), target)
-
-
-def _bytes(checkpoint: Checkpoint, names: list[str]) -> int:
-    return sum(prod(checkpoint.shape(n)) * checkpoint.dtype(n).itemsize for n in names)
 
 
 METHOD = DraftMethod("mtp", mtp_proposer, takes_path=True, network=True)
