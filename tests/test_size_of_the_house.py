@@ -20,14 +20,14 @@ SOURCES = {".py", ".cpp", ".h"}
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 105_260,
-    "files of source": 603,
+    "lines of source": 104_720,
+    "files of source": 595,
     "lines of imports, in 1,000 lines of code": 86,
     "crowded classes": 4,
     "functions over 60 lines": 20,
-    "files over 400 lines": 9,
-    "odd words": 42,
-    "lines of tests": 60_120,
+    "files over 400 lines": 8,
+    "odd words": 40,
+    "lines of tests": 60_115,
 }
 # How far a number may fall below its limit before the limit is to follow.
 SLACK = {"lines of source": 500, "lines of tests": 500, "files of source": 10, "odd words": 30}
