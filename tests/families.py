@@ -66,7 +66,12 @@ def check_engine(folder: Path, ids: Tensor, longest: int = 512, **config: Any) -
 
 def but_one_in_ci(preset: str, presets: Iterable[str] = METHODS) -> list[Any]:
     """All presets, of which the CI alone runs those that other families show as well."""
-    return [p if p == preset else pytest.param(p, marks=pytest.mark.ci) for p in presets]
+    return but_in_ci(presets, preset)
+
+
+def but_in_ci(values: Iterable[Any], *here: Any) -> list[Any]:
+    """All values of a parameter, of which the CI alone runs all but these."""
+    return [v if v in here else pytest.param(v, marks=pytest.mark.ci) for v in values]
 
 
 def in_turn(names: Iterable[str], presets: Sequence[Any]) -> list[Any]:

@@ -118,6 +118,7 @@ def quantize_there(python: Path, cwd: Path, recipe: str, model: Path) -> None:
     assert (cwd / "out" / "checkpoint" / "model.safetensors").exists()
 
 
+@pytest.mark.ci  # builds it
 def test_the_wheel_holds_all_that_is_read_beside_the_code(wheel):
     """Recipes, the default model, kernels' sources and tuning tables, scripts of peers; no tests."""
     names = set(zipfile.ZipFile(wheel).namelist())

@@ -1,7 +1,7 @@
 """Where tests of Triton kernels run without a GPU: the interpreter, and the compiler alone.
 
 Triton decides at import whether kernels are interpreted, so each way has a process of its own: a
-test decorated with `interpreted` or `compiled` runs its body there.
+test decorated with `interpreted` or `compiled` runs its body there, one that compiles in CI alone.
 """
 
 import contextlib
@@ -60,7 +60,8 @@ def _elsewhere(interpret: bool, test: Callable) -> Callable:
     outer.inner = test
     kind = "interpreted" if interpret else "compiled"
     group = f"{kind} engines" if "gpu" in test.__module__ else kind  # a process each, side by side
-    return pytest.mark.xdist_group(group)(outer)
+    marked = pytest.mark.xdist_group(group)(outer)
+    return marked if interpret else pytest.mark.ci(marked)  # seconds a kernel
 
 
 interpreted = functools.partial(_elsewhere, True)

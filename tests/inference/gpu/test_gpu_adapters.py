@@ -11,6 +11,7 @@ from inference.engine import Engine
 from inference.models.adapters import lay_out
 from inference.requests.request import SamplingParams
 from tests.adapters import write_adapter, write_prefix
+from tests.families import but_in_ci
 from tests.inference.gpu.test_gpu import engine_of, prompt
 from tests.kernels.triton_lab import distance, interpreted
 
@@ -32,7 +33,7 @@ def adapted(path: Path, adapters: dict[str, Path], *, triton: bool = True) -> En
     return engine
 
 
-@pytest.mark.parametrize("preset", [None, "a8w8c8", "c4"])
+@pytest.mark.parametrize("preset", but_in_ci([None, "a8w8c8", "c4"], None))
 @interpreted
 def test_logits_are_those_of_the_cpu_in_any_batch(
     tmp_path, make_model, make_quantized, adapters, preset

@@ -87,7 +87,14 @@ def test_processes_answer_and_end(tiny_llama, make_quantized):
     ("sent", "told", "within"),
     [
         (signal.SIGKILL, "died with exit code -9 .*ran out.* while running (a )?step", 3.0),
-        (signal.SIGSTOP, "has stopped while running (a )?step .* waited for it for \\d+ s", 20.0),
+        pytest.param(
+            *(
+                signal.SIGSTOP,
+                "has stopped while running (a )?step .* waited for it for \\d+ s",
+                20.0,
+            ),
+            marks=pytest.mark.ci,  # waits that long
+        ),
     ],
 )
 def test_a_rank_that_dies_or_stops_ends_the_engine(sent, told, within, tiny_llama):

@@ -126,6 +126,7 @@ def test_a_second_ctrl_c_ends_it_at_once(long_model):
         assert stream.error is not None
 
 
+@pytest.mark.ci  # starts three servers
 def test_a_killed_process_takes_the_other_along_and_a_restart_is_clean(long_model, server):
     """Of a server the engine is killed; of the one that takes its port, HTTP. A third stays."""
     with RealServer(long_model, "--max-model-len", "8192") as sick:

@@ -163,6 +163,10 @@ def test_what_a_model_wrote_runs_only_where_that_is_allowed(engine):
 def test_an_unknown_task_is_refused_with_a_near_one(lm):
     with pytest.raises(RequestError, match="python_cloze"):
         _task("python_close", lm, TaskManager(include_defaults=False))
+
+
+@pytest.mark.ci  # lm-eval reads thousands of files
+def test_a_task_of_lm_eval_is_named_by_a_near_one(lm):
     with pytest.raises(RequestError, match="did you mean hellaswag") as caught:
         _task("helaswag", lm, TaskManager())
     assert len(str(caught.value)) < 500, "and not all of thousands"

@@ -27,6 +27,7 @@ from ptq.pipeline import driver as pipeline
 from ptq.pipeline import resume, solver
 from ptq.pipeline.key import DECIDING, code_key, deciding_files, run_key
 from ptq.pipeline.resume import ResumableRun
+from tests.families import but_in_ci
 from tests.ptq.quantizing import Stop, make_plan, random_tokens, stopped_run
 from tests.test_import_order import imported_modules
 
@@ -57,7 +58,7 @@ def model(make_model) -> Path:
 
 
 @pytest.mark.parametrize("scheme", SOLVES)
-@pytest.mark.parametrize("stopped_at", [1, 2, 3, 4])
+@pytest.mark.parametrize("stopped_at", but_in_ci([1, 2, 3, 4], 3))
 def test_a_stopped_run_goes_on(model, tmp_path, scheme, stopped_at):
     whole = make_plan(model, tmp_path / "whole", scheme, methods=SOLVES[scheme])
     expected = pipeline.quantize_tokens(whole, random_tokens(), progress=False)
@@ -302,7 +303,7 @@ def runs(model):
     server.close()
 
 
-@pytest.mark.parametrize("times", [20 if os.environ.get("CI") == "true" else 6])
+@pytest.mark.parametrize("times", [20 if os.environ.get("CI") == "true" else 4])
 def test_kill_9_at_random_moments(runs, tmp_path, times):
     """Whatever the moment, the same command ends with the bytes of a run that was left alone."""
     whole, output = tmp_path / "whole", tmp_path / "out"

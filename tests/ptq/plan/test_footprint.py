@@ -231,6 +231,7 @@ print(plan.prediction.memory_bytes, result.peak_rss_bytes - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads peak memory from /proc")
+@pytest.mark.ci  # processes of their own, one after the other
 def test_measured_memory_is_near_the_predicted(make_model, tmp_path):
     model = make_model(
         layers=1,

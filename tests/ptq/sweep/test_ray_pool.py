@@ -11,6 +11,8 @@ from ptq.sweep.pools import RayPool
 from ptq.sweep.tasks import Outcome, Task
 from tests.ptq.sweep.sweeping import task
 
+pytestmark = pytest.mark.ci  # starts a cluster, and waits until it misses a node
+
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="ray is not installed")
 
 
