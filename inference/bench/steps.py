@@ -289,8 +289,9 @@ def make_loop(batch: int, context: int, *, staggered: bool = True) -> DeviceLoop
         context: Tokens of each.
         staggered: Some have up to 63 more, so that in each step one in 64 needs a block.
     """
+    from inference.gpu.execute import Executed
     from inference.gpu.loop import DeviceLoop  # needs Triton
-    from inference.gpu.runner import Executed, GpuRunner
+    from inference.gpu.runner import GpuRunner
 
     longest = context + KV_BLOCK + WARM_UP + HOST_STEPS + 2
     model: Any = SimpleNamespace(layers=[])
@@ -299,7 +300,7 @@ def make_loop(batch: int, context: int, *, staggered: bool = True) -> DeviceLoop
     requests = ActiveRequests(scheduler, lambda changes: None)
     runner = GpuRunner(model, [], torch.device("cpu"), scheduler.batch, width=width)
     tokens = torch.ones(2 * batch, dtype=torch.int64)
-    runner.execute = lambda plan: Executed(None, tokens, None)
+    runner.executor.execute = lambda plan: Executed(None, tokens, None)
     params = SamplingParams(max_tokens=longest, ignore_eos=True)
     for i in range(batch):
         prompt = [5] * (context + i % KV_BLOCK * staggered)

@@ -24,15 +24,14 @@ from torch import Tensor
 
 from inference.gpu.decoder import GpuBatch
 from inference.gpu.fields import Arrays, Fields, HostBlocks, Shape
+from inference.gpu.graphs import Captured, Capturer
 from inference.gpu.layers import workspace_on
-from inference.gpu.memory import capturing
 from inference.gpu.sizes import decodes_of
 from inference.models.model import Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.transformers_code.pieces import Piece
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.devices import launches_on
-from kernels.triton.common import Workspace
 from kernels.triton.sampling.sample import sample
 
 ROWS = 8  # tokens of a sequence that are caught up with as rows; more are computed before
@@ -91,14 +90,6 @@ class State:
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
 
 
-@dataclass
-class Captured:
-    """A graph, and the workspace that its kernels write to."""
-
-    graph: torch.cuda.CUDAGraph
-    workspace: Workspace
-
-
 class DeviceChain:
     """Runs a network; see `inference.models.model.Chain`.
 
@@ -131,10 +122,8 @@ class DeviceChain:
         self._blocks = HostBlocks(pinned=self._on_gpu)
         self._states: dict[int, State] = {}
         self._rows: dict[ChainSize, Fields] = {}
-        self._captured: dict[ChainSize | int, Captured] = {}  # first steps, and next ones
-        if self._graphs:
-            self._stream = torch.cuda.Stream(device)
-            self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[ChainSize | int, Captured[None]] = {}  # first steps, and next ones
+        self._capturer = Capturer(device) if self._graphs else None
 
     @torch.no_grad()
     def draft(
@@ -214,25 +203,16 @@ class DeviceChain:
         else:
             self._next_step(what, pieces)
 
-    def _capture(self, what: ChainSize | int) -> Captured:
-        """Capture a first or a next step; what it is captured with is computed once before."""
+    def _capture(self, what: ChainSize | int) -> Captured[None]:
+        """Capture a first or a next step; what it changes when it is run once is put back."""
+        assert self._capturer is not None
         state = self._state(what.sequences if isinstance(what, ChainSize) else what)
         changed = (state.tokens, state.hidden, state.positions, state.steps, state.count)
         before = [tensor.clone() for tensor in (*changed, state.drafts)]
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                workspace = workspace_on(self._device)
-                self._step(what)  # compiles kernels; K and V are written again as equal
-        finally:
-            current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, self._pool, self._stream):
-            self._step(what)
+        captured = self._capturer.capture(lambda: self._step(what))  # writes K and V as they are
         for tensor, kept in zip((*changed, state.drafts), before, strict=True):
             tensor.copy_(kept)
-        return Captured(graph, workspace)
+        return captured
 
     def _first_step(self, size: ChainSize, pieces: Sequence[Piece]) -> None:
         """Compute tokens that are known, and the first drafts."""

@@ -118,18 +118,18 @@ class DeviceLoop:
         sequences, rows = scheduler.max_batch_size, 0
         if scheduler.drafter is not None:
             rows = min(sequences * (1 + WARM_DRAFTS), MOST_WARM)
-            self.runner.tell_hidden(scheduler.drafter.proposer.reads)
+            self.runner.executor.tell_hidden(scheduler.drafter.proposer.reads)
         self._warm(sequences, scheduler.max_batched_tokens, rows)
         if scheduler.drafter is not None:
-            scheduler.drafter.learn_times(self.runner.step_times)
+            scheduler.drafter.learn_times(self.runner.graphs.times)
 
     def replay(self, sequences: int, times: int) -> None:
         """Launch the graph of a step of so many decodes again and again, for measurements."""
-        self.runner.replay(sequences, times)
+        self.runner.executor.replay(sequences, times)
 
     def adapters(self) -> AdapterStore:
-        """`GpuRunner.adapters`."""
-        return self.runner.adapters()
+        """`StepExecutor.adapters`."""
+        return self.runner.executor.adapters()
 
     def drop(self) -> None:
         """Forget the step on its way."""
@@ -163,7 +163,7 @@ class DeviceLoop:
         self._requests.prepare_cache()
         drafter = self._scheduler.drafter
         reads = None if drafter is None else drafter.proposer.reads
-        self.runner.tell_hidden(reads)
+        self.runner.executor.tell_hidden(reads)
         launched = self.runner.launch(work, prepared)
         launched.hidden = reads is not None
         self._scheduler.advance(work)

@@ -1,11 +1,9 @@
-"""Memory of a GPU, what is said where it is too small, and captures, during which none is freed."""
+"""Memory of a GPU, and what is said where it is too small."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -33,23 +31,6 @@ def free_bytes(device: torch.device) -> int:
         return available_bytes()
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-@contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Capture what this thread does on a stream.
-
-    No other thread's calls end the capture, and no garbage is collected during it: what an engine
-    that is gone has left, such as pinned memory, is freed by calls that no capture may hold.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def ran_out(error: Exception) -> bool:

@@ -155,11 +155,11 @@ class GpuLoader(RankLoader):
 
         def run(task: Task) -> None:
             if isinstance(task, HoldAdapter):
-                hold(self, runner.adapters(), task)
+                hold(self, runner.executor.adapters(), task)
             elif isinstance(task, WarmUp):
                 runner.warm_up(task.sequences, task.tokens, task.rows)
             elif isinstance(task, Replay):
-                runner.replay(task.sequences, task.times)
+                runner.executor.replay(task.sequences, task.times)
             else:
                 assert isinstance(task, RunPlan)
                 self.host.progress.count += 1
@@ -172,7 +172,7 @@ class GpuLoader(RankLoader):
     def loop(self, pools: Sequence[KVPool], ranks: Ranks, requests: ActiveRequests) -> RanksLoop:
         steps = PlannedSteps(self.group, self.inner.device, ranks)
         runner = self._runner(pools, requests.scheduler.batch, steps)
-        ranks.before_end(runner.release)
+        ranks.before_end(runner.graphs.forget)  # they hold collectives
         ranks.on_failure(self.group.give_up)
         return RanksLoop(self, ranks, steps, runner, requests, ahead=not self.config.eager)
 
@@ -242,7 +242,7 @@ class RanksLoop(DeviceLoop):
 
     @override
     def adapters(self) -> FirstAdapters:
-        return FirstAdapters(self._loader, self.runner.adapters(), self._ranks)
+        return FirstAdapters(self._loader, self.runner.executor.adapters(), self._ranks)
 
     @override
     def step(self) -> StepResult:

@@ -59,7 +59,7 @@ def test_graphs_give_the_tokens_of_steps_one_by_one(make_model, kind):
         engine = engine_of(folder, eager=eager)
         engine.warm_up()
         runs.append([o.token_ids for o in engine.generate(prompts, GREEDY)])
-        assert bool(engine.loop.runner._captured) != eager
+        assert bool(engine.loop.runner.graphs.captured) != eager
     assert runs[0] == runs[1]
 
 

@@ -209,7 +209,7 @@ def test_prompts_beside_decodes_run_in_graphs(shape, scheme):
         engine.check_integrity()
     assert turns[0] == turns[1] == turns[2]
     assert [len(own) for own in turns[0]] == [9 + i for i in range(6)]
-    assert sum(size.prompts > 0 for size in engine.loop.runner._captured) >= 3
+    assert sum(size.prompts > 0 for size in engine.loop.runner.graphs.captured) >= 3
 
 
 @OF_SHAPE

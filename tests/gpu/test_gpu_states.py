@@ -63,7 +63,7 @@ def test_logits_and_tokens_are_those_of_the_cpu(tmp_path, kind, caplog):
             engine.check_integrity()
     assert engine.stats().hit_tokens == 2 * 64
     assert ("no CUDA graph holds" in caplog.text) == experts
-    assert bool(engine.loop.runner._captured) != experts
+    assert bool(engine.loop.runner.graphs.captured) != experts
 
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "lfm2", "mamba2"])
@@ -74,8 +74,8 @@ def test_graphs_give_the_tokens_of_steps_one_by_one(tmp_path, kind):
         engine = engine_of(folder, eager=eager)
         engine.warm_up()
         runs.append([o.token_ids for o in engine.generate(prompts, GREEDY)])
-        assert bool(engine.loop.runner._captured) != eager
-        assert not any(size.prompts for size in engine.loop.runner._captured)
+        assert bool(engine.loop.runner.graphs.captured) != eager
+        assert not any(size.prompts for size in engine.loop.runner.graphs.captured)
     assert runs[0] == runs[1]
 
 
@@ -96,7 +96,7 @@ def test_drafts_change_no_token(tmp_path, kind, eager):
     engine = engine_of(folder, eager=eager, speculate=DRAFTS)
     experts = has_experts(engine)
     check_drafts(engine, engine_of(folder, "cpu"), 1.5 if experts else 0.4, 40)
-    captured = any(size.pieces for size in engine.loop.runner._captured)
+    captured = any(size.pieces for size in engine.loop.runner.graphs.captured)
     assert captured == (not eager and not experts)
 
 
@@ -110,7 +110,7 @@ def test_graphs_of_drafts_give_the_tokens_of_steps_one_by_one(tmp_path, kind):
         engine = engine_of(folder, eager=eager, speculate=DRAFTS)
         engine.speculate_by(Replay(texts, 0.7, 384), DRAFTS.depth)
         runs.append([o.token_ids for o in engine.generate(prompts, GREEDY)])
-        assert any(size.pieces for size in engine.loop.runner._captured) != eager
+        assert any(size.pieces for size in engine.loop.runner.graphs.captured) != eager
     assert runs[0] == runs[1]
 
 

@@ -24,7 +24,8 @@ from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.gpu import decoder, layers, runner
 from inference.gpu.backend import TritonBackend
-from inference.gpu.runner import GpuRunner, Launched
+from inference.gpu.graphs import StepGraphs
+from inference.gpu.runner import Launched
 from inference.gpu.sizes import Size
 from inference.requests.request import SamplingParams
 from kernels.triton import common
@@ -392,10 +393,10 @@ def test_prompts_without_memory_for_a_graph_run_all_the_same(tmp_path):
     path = checkpoint_of(tmp_path, "w8")
     engine, params = engine_of(path), SamplingParams(max_tokens=1)
     wanted = engine.generate([prompt(20)], params)[0].token_ids
-    engine.loop.runner._graphs = True
+    engine.loop.runner.graphs.enabled = True
     full = RuntimeError("CUDA error: out of memory\nSearch for ...")  # the driver's
     with (
-        patch.object(GpuRunner, "_capture", side_effect=full) as capture,
+        patch.object(StepGraphs, "_capture", side_effect=full) as capture,
         patch.object(logging.Logger, "warning") as warning,
     ):
         for _ in range(4):
@@ -412,19 +413,19 @@ def test_warming_up_goes_on_without_memory_for_prompts(tmp_path):
     path = checkpoint_of(tmp_path, "w8")
     asked: list[Size] = []
 
-    def capture(self, size):
+    def capture(self, size, steps):
         asked.append(size)
         if size.prompts:
             raise torch.OutOfMemoryError("full")
 
     engine = engine_of(path, max_batched_tokens=40)
-    engine.loop.runner._graphs = True
-    with patch.object(GpuRunner, "_capture", capture):
+    engine.loop.runner.graphs.enabled = True
+    with patch.object(StepGraphs, "_capture", capture):
         engine.warm_up()
     assert [size.decodes for size in asked if not size.prompts] == [4, 2, 1]
     assert {size.tokens for size in asked if size.prompts} == {16, 32, 48}
     assert {size.decodes for size in asked if size.prompts} == {0, 1, 2, 4}
-    assert engine.loop.runner._short == {size for size in asked if size.prompts}
+    assert engine.loop.runner.graphs.short == {size for size in asked if size.prompts}
 
 
 @interpreted

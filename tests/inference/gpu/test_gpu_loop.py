@@ -15,7 +15,7 @@ import torch
 
 from formats.errors import EngineError
 from inference.config import EngineConfig
-from inference.gpu import backend, runner, sizes
+from inference.gpu import backend, execute, runner, sizes
 from inference.gpu.backend import TritonBackend
 from inference.gpu.loop import DeviceLoop
 from inference.requests.constraint import Constraint
@@ -82,10 +82,10 @@ def fake_sample(
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch):
-    monkeypatch.setattr(runner, "run_blocks", lambda *args: (fake_forward(*args), None))
-    monkeypatch.setattr(runner, "read_logits", lambda model, rows, scales: rows)
-    monkeypatch.setattr(runner, "sample", fake_sample)
-    monkeypatch.setattr(runner, "workspace_on", lambda device: SimpleNamespace())
+    monkeypatch.setattr(execute, "run_blocks", lambda *args: (fake_forward(*args), None))
+    monkeypatch.setattr(execute, "read_logits", lambda model, rows, scales: rows)
+    monkeypatch.setattr(execute, "sample", fake_sample)
+    monkeypatch.setattr(execute, "workspace_on", lambda device: SimpleNamespace())
     monkeypatch.setattr(backend, "invariant_decoder", lambda model: model)
 
 
@@ -145,14 +145,15 @@ def make_loop(
     scheduler = Scheduler(blocks, config.max_batch_size, config.max_batched_tokens)
     active = ActiveRequests(scheduler, lambda changes: None)
     loop = TritonBackend(CPU, torch.float16).loop(model, cache, config, active)
-    execute = loop.runner.execute  # a plan is all that it needs: another process could have made it
+    executor = loop.runner.executor  # a plan is all it needs: another process could have made it
+    execute = executor.execute
 
     def copied(plan: Any) -> Any:
         if rng.random() < shortages:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return execute(pickle.loads(pickle.dumps(plan)))
 
-    loop.runner.execute = copied
+    executor.execute = copied
     return active, loop, blocks
 
 
@@ -305,13 +306,13 @@ def test_warming_up_tells_what_steps_take():
         EngineConfig(max_batch_size=8, max_model_len=99, kv_blocks=9), random.Random(0)
     )
     speculation = loop._scheduler.drafter = SpeculativeDecoder(Replay([], 1.0, V), 8)
-    loop.runner.step_times = lambda: {1: 1e-3, 8: 3e-3}
+    loop.runner.graphs.times = lambda: {1: 1e-3, 8: 3e-3}
     loop.warm_up()
     for times in (speculation._plain, speculation._verifying):
         assert times.of(np.array([1, 5])).tolist() == [1e-3, 3e-3]
         assert not times.learned, "no step has run"
     loop._scheduler.drafter = SpeculativeDecoder(Replay([], 1.0, V), 8, depth=4)
-    loop.runner.step_times = lambda: pytest.fail("a depth that is given needs no times")
+    loop.runner.graphs.times = lambda: pytest.fail("a depth that is given needs no times")
     loop.warm_up()
 
 

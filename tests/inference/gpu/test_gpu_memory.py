@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from formats.errors import EngineError
-from inference.gpu import memory, runner
+from inference.gpu import execute, memory, runner
 from inference.gpu.backend import TritonBackend
 from inference.gpu.runner import GpuRunner
 from inference.models.kv_cache import CacheShape, LayerCache
@@ -56,7 +56,7 @@ def test_a_cache_that_does_not_fit(monkeypatch):
 
 
 def test_a_step_that_does_not_fit(monkeypatch):
-    monkeypatch.setattr(runner, "run_blocks", run_out)
+    monkeypatch.setattr(execute, "run_blocks", run_out)
     model: Any = SimpleNamespace(layers=[])
     scheduler = Scheduler(BlockManager(1), max_batch_size=1, max_batched_tokens=1)
     own = GpuRunner(model, [], CPU, scheduler.batch, width=1)

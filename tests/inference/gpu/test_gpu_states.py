@@ -188,13 +188,13 @@ def drafted_requests(path: str, exact: bool):
     sizes: dict[str, Any] = {"kv_blocks": 5, "max_batched_tokens": 70, "speculate": DRAFTS}
     with layers_of_a_cpu():
         engine = engine_of(path, torch.float32 if exact else torch.float16, **sizes)
-        shapes, padded = set(), engine.loop.runner._padded
+        shapes, padded = set(), engine.loop.runner.executor._padded
 
         def noted(plan):
             shapes.add(plan.size.pieces)
             return padded(plan)
 
-        engine.loop.runner._padded = noted
+        engine.loop.runner.executor._padded = noted
         check_drafts(engine, engine_of(path, triton=False), 1e-3 if exact else 0.2, 14)
         assert (4, 4) in shapes  # three requests, three drafts each
 
