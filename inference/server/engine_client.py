@@ -189,7 +189,8 @@ class EngineClient:
                 self._change()
         elif isinstance(message, EngineInfo):
             self._info, self.loaded = message, True
-            self.stats = replace(self.stats, blocks_total=message.kv_blocks)
+            blocks = replace(self.stats.blocks, total=message.kv_blocks)
+            self.stats = replace(self.stats, blocks=blocks)
             if self.state == "starting":
                 self._change("ready")
         elif isinstance(message, messages.Refused):
@@ -211,9 +212,8 @@ class EngineClient:
         """The engine is no more: every request ends, and no other is taken."""
         if self.state != "dead":
             self.reason = last.message
-            gone = dict.fromkeys(("waiting", "running"), 0)
-            gone |= {f"blocks_{kind}": 0 for kind in ("total", "free", "used", "cached")}
-            self.stats = replace(self.stats, **gone)
+            blocks = replace(self.stats.blocks, total=0, free=0, used=0, cached=0)
+            self.stats = replace(self.stats, waiting=0, running=0, blocks=blocks)
             self._change("dead")
             self._fail([*self.requests.names, *self._answers], "abort", last.message)
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 from inference.beam_search import BeamParams, Hypothesis
 from inference.requests.request import FinishReason, SamplingParams, StepResult
+from inference.scheduling.blocks import KVStats
+from inference.speculate.counts import DraftCounts
 
 
 @dataclass(frozen=True)
@@ -89,34 +91,18 @@ class EngineStats:
     Attributes:
         waiting: Requests that wait for a place or for blocks.
         running: Requests that run.
-        blocks_total: Blocks of the cache; free, used and cached ones together.
-        blocks_free: Blocks that hold nothing.
-        blocks_used: Blocks of requests that run.
-        blocks_cached: Blocks of nobody, kept for prompts that begin alike.
-        prefix_queried_tokens: Tokens of prompts that were looked up in the cache, since the start.
-        prefix_hit_tokens: Those of them that it held, since the start.
-        preemptions: Times that a request gave its blocks up, since the start.
+        blocks: Those of the cache, and what was found in them since the start.
+        drafts: Since the start.
         corrupted: Requests that ended because their logits held NaN or infinity, since the start.
         failed_steps: Steps that failed, since the start.
-        draft_steps: Times that a request had drafts in a step, since the start.
-        drafts_proposed: Drafts by their position after the last token, since the start.
-        drafts_accepted: Those of them that were accepted: what the model chose, too.
     """
 
     waiting: int = 0
     running: int = 0
-    blocks_total: int = 0
-    blocks_free: int = 0
-    blocks_used: int = 0
-    blocks_cached: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
+    blocks: KVStats = field(default_factory=lambda: KVStats(0, 0, 0))
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     corrupted: int = 0
     failed_steps: int = 0
-    draft_steps: int = 0
-    drafts_proposed: tuple[int, ...] = ()
-    drafts_accepted: tuple[int, ...] = ()
 
 
 @dataclass

@@ -35,24 +35,24 @@ GAUGES: list[tuple[str, str, Callable[[EngineClient], float]]] = [
     (
         "kv_cache_usage_perc",
         "Used blocks, 1 is all.",
-        lambda e: e.stats.blocks_used / (e.stats.blocks_total or 1),
+        lambda e: e.stats.blocks.used / (e.stats.blocks.total or 1),
     ),
-    ("kv_cache_blocks_total", "Blocks of the cache.", lambda e: e.stats.blocks_total),
-    ("kv_cache_blocks_free", "Blocks that hold nothing.", lambda e: e.stats.blocks_free),
-    ("kv_cache_blocks_used", "Blocks of requests.", lambda e: e.stats.blocks_used),
-    ("kv_cache_blocks_cached", "Blocks of nobody, kept.", lambda e: e.stats.blocks_cached),
+    ("kv_cache_blocks_total", "Blocks of the cache.", lambda e: e.stats.blocks.total),
+    ("kv_cache_blocks_free", "Blocks that hold nothing.", lambda e: e.stats.blocks.free),
+    ("kv_cache_blocks_used", "Blocks of requests.", lambda e: e.stats.blocks.used),
+    ("kv_cache_blocks_cached", "Blocks of nobody, kept.", lambda e: e.stats.blocks.cached),
 ]
 COUNTERS: list[tuple[str, str, Callable[[EngineClient], float]]] = [
     ("prompt_tokens", "Tokens of prompts.", lambda e: e.measures.prompt_tokens),
     ("generation_tokens", "Tokens that were generated.", lambda e: e.measures.generation_tokens),
-    ("prefix_cache_queries", "Prompt tokens looked up.", lambda e: e.stats.prefix_queried_tokens),
-    ("prefix_cache_hits", "Those found.", lambda e: e.stats.prefix_hit_tokens),
-    ("num_preemptions", "Requests that gave blocks up.", lambda e: e.stats.preemptions),
+    ("prefix_cache_queries", "Prompt tokens looked up.", lambda e: e.stats.blocks.queried_tokens),
+    ("prefix_cache_hits", "Those found.", lambda e: e.stats.blocks.hit_tokens),
+    ("num_preemptions", "Requests that gave blocks up.", lambda e: e.stats.blocks.preemptions),
     ("corrupted_requests", "Requests of NaN or infinity.", lambda e: e.stats.corrupted),
     ("failed_steps", "Steps that failed.", lambda e: e.stats.failed_steps),
-    ("spec_decode_num_drafts", "Steps of a request with drafts.", lambda e: e.stats.draft_steps),
-    ("spec_decode_num_draft_tokens", "Drafts.", lambda e: sum(e.stats.drafts_proposed)),
-    ("spec_decode_num_accepted_tokens", "Those that came.", lambda e: sum(e.stats.drafts_accepted)),
+    ("spec_decode_num_drafts", "Steps of a request with drafts.", lambda e: e.stats.drafts.steps),
+    ("spec_decode_num_draft_tokens", "Drafts.", lambda e: sum(e.stats.drafts.proposed)),
+    ("spec_decode_num_accepted_tokens", "Those that came.", lambda e: sum(e.stats.drafts.accepted)),
     ("overloaded_requests", "Requests that found the queue full.", lambda e: e.measures.overloaded),
 ]
 # (name, what it tells, the attribute of `Measures`)
@@ -137,7 +137,7 @@ class Metrics(Collector):
         text, labels = "Requests sent to an engine, by what decided.", [*LABELS, "by"]
         routed = CounterMetricFamily("ptq:routed_requests", text, labels=labels)
         for (values, engine), ways in zip(self._engines(), self._client.routed, strict=True):
-            for position, accepted in enumerate(engine.stats.drafts_accepted):
+            for position, accepted in enumerate(engine.stats.drafts.accepted):
                 drafts.add_metric([*values, str(position)], accepted)
             for reason in ("stop", "length", "abort", "error", "refused"):
                 ended.add_metric([*values, reason], engine.measures.finished[reason])

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from inference.scheduling.batch import Ints
+from formats.namespace import later
 
 if TYPE_CHECKING:
+    from inference.scheduling.batch import Ints
     from inference.speculate.decoder import SpeculativeDecoder
+with later():
+    import numpy as np
 
 SHOWN = 8  # positions of a line of text
 UNCOUNTED = 256  # steps whose drafts are noted before they are counted

@@ -157,24 +157,9 @@ class EngineLoop:
         self._engine.check_integrity()
 
     def _stats(self) -> messages.EngineStats:
-        blocks, (waiting, running) = self._engine.stats(), self._engine.queues
-        drafts = DraftCounts.of(self._engine.speculation)
-        return messages.EngineStats(
-            waiting=waiting,
-            running=running,
-            blocks_total=blocks.total,
-            blocks_free=blocks.free,
-            blocks_used=blocks.used,
-            blocks_cached=blocks.cached,
-            prefix_queried_tokens=blocks.queried_tokens,
-            prefix_hit_tokens=blocks.hit_tokens,
-            preemptions=blocks.preemptions,
-            corrupted=self._corrupted,
-            failed_steps=self._failed_steps,
-            draft_steps=drafts.steps,
-            drafts_proposed=drafts.proposed,
-            drafts_accepted=drafts.accepted,
-        )
+        blocks, drafts = self._engine.stats(), DraftCounts.of(self._engine.speculation)
+        counts = self._corrupted, self._failed_steps
+        return messages.EngineStats(*self._engine.queues, blocks, drafts, *counts)
 
 
 def _of_the_device(error: EngineError) -> bool:

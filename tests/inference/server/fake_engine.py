@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from inference.beam_search import BeamParams, Hypothesis
 from inference.requests.request import SamplingParams
+from inference.scheduling.blocks import KVStats
 from inference.server.engine_client import EngineClient
 from inference.server.messages import (
     Abort,
@@ -219,4 +220,4 @@ class FakeEngine:
     def _stats(self, running: int) -> EngineStats:
         blocks = self.info.kv_blocks
         waiting = len(self._requests) - running
-        return EngineStats(waiting, running, blocks, blocks - running, running)
+        return EngineStats(waiting, running, KVStats(blocks, blocks - running, running))

@@ -9,6 +9,7 @@ import pytest
 from inference.requests.request import SamplingParams
 from inference.server.messages import EngineStats, Step, Submit
 from inference.server.metrics import Metrics
+from inference.speculate.counts import DraftCounts
 from tests.inference.server.fake_engine import INFO, FakeEngine, Reading
 from tests.inference.server.http_client import events, post, tokenizer
 from tests.inference.server.test_metrics import values
@@ -54,7 +55,7 @@ async def test_tokens_of_a_step_share_the_time_since_the_step_before():
 
 async def test_drafts_are_counted_by_position():
     engine = FakeEngine()
-    stats = EngineStats(draft_steps=10, drafts_proposed=(10, 8), drafts_accepted=(6, 3))
+    stats = EngineStats(drafts=DraftCounts(10, (10, 8), (6, 3)))
     engine.client.take(Step(stats=stats))
     found = values(Metrics(engine.client, "tiny"))
     assert found["ptq:spec_decode_num_drafts_total"] == 10

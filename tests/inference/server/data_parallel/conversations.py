@@ -65,8 +65,8 @@ async def converse(checkpoint: Path, *, by_prefix: bool) -> Found:
     for process in processes:
         process.end(3)
     stats = [client.stats for client in clients]
-    tokens = sum(each.prefix_queried_tokens for each in stats)
-    return Found(tokens, sum(each.prefix_hit_tokens for each in stats), seconds)
+    tokens = sum(each.blocks.queried_tokens for each in stats)
+    return Found(tokens, sum(each.blocks.hit_tokens for each in stats), seconds)
 
 
 def main(words: list[str]) -> None:

@@ -153,7 +153,7 @@ def test_a_step_is_one_message(http):
     assert [(m.names, m.tokens) for m in sent] == [(["a", "b"], [7, 7]), (["a"], [7]), (["b"], [7])]
     assert [m.ended for m in sent] == [[], [("a", "length", None)], []]
     assert [m.stats.running for m in sent] == [2, 1, 1]
-    assert [m.stats.blocks_free for m in sent] == [6, 7, 7]
+    assert [m.stats.blocks.free for m in sent] == [6, 7, 7]
 
 
 def test_drafts_of_requests_are_told_with_their_tokens(http):
@@ -187,7 +187,7 @@ def test_an_abort_comes_before_the_next_step(http):
     sent, _, engine = http.drive(leave, tokens)
     assert engine.aborted == ["a"]
     assert [m.names for m in sent] == [["a", "b"], ["b"]]
-    assert [m.stats.blocks_used for m in sent] == [2, 1]
+    assert [m.stats.blocks.used for m in sent] == [2, 1]
 
 
 def test_what_the_engine_refuses_is_told_with_the_field(http):
@@ -297,7 +297,7 @@ def test_an_idle_engine_tells_that_blocks_came_back(http):
         EngineLoop(Idle(), channel).run()
     channel.close(None, 1)
     sent = list(Unframer().feed(http._end.recv(2**16)))[1:]
-    assert [(m.names, m.stats.blocks_used) for m in sent] == [(["a"], 1), ([], 0)]
+    assert [(m.names, m.stats.blocks.used) for m in sent] == [(["a"], 1), ([], 0)]
 
 
 def test_an_idle_engine_that_has_ended_ends_the_loop(http, monkeypatch):

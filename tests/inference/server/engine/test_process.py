@@ -93,8 +93,8 @@ def test_answers_are_those_of_the_engine_while_others_leave(engine, tiny_llama):
     for i, output in enumerate(expected):
         assert found[i] == (None if i % 3 == 2 else list(output.token_ids))
     stats = client.stats
-    assert stats.blocks_used == 0
-    assert stats.blocks_free + stats.blocks_cached == stats.blocks_total == 16
+    assert stats.blocks.used == 0
+    assert stats.blocks.free + stats.blocks.cached == stats.blocks.total == 16
     assert not client.in_flight
 
 
@@ -102,9 +102,9 @@ def test_a_reader_that_leaves_frees_its_blocks_within_a_step(engine):
     async def leave() -> float:
         with Reading(engine.client.submit([1] * 100, SamplingParams(max_tokens=300))) as stream:
             await anext(stream)
-            assert engine.client.stats.blocks_used >= 2
+            assert engine.client.stats.blocks.used >= 2
         start = time.perf_counter()
-        while engine.client.stats.blocks_used:
+        while engine.client.stats.blocks.used:
             await asyncio.sleep(0.001)
         return time.perf_counter() - start
 
@@ -141,7 +141,7 @@ def test_beams_are_those_of_the_engine(engine, tiny_llama):
         await idle(engine.client)
 
     engine.run(leave())
-    assert engine.client.stats.blocks_used == 0
+    assert engine.client.stats.blocks.used == 0
     assert not engine.client.in_flight
     with pytest.raises(RequestError, match="beam"):
         engine.run(engine.client.beam([40], BeamParams(beam_width=30)))
