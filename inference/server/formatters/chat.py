@@ -13,23 +13,15 @@ from inference.server.call import Call, beam_params, sampling_params
 from inference.server.formatters.formatter import ChunkFormatter, answer, check_beams, check_stream
 from inference.server.http.responses import ApiError, dumps, quote, unless_gone
 from inference.server.logprobs import chat_logprobs
+from inference.server.schema import generation as base
 from inference.server.schema.chat import AnyMessage, TemplateBody, ToolFields
-from inference.server.schema.generation import (
-    LIMITS,
-    GenerationBody,
-    Int,
-    constraint_of,
-    refused,
-    refused_if_true,
-    refused_unless_empty,
-)
 from inference.server.served_model import ServedModel
 from inference.server.stream import Delta
 from inference.server.tools.parser import CallDelta, MessageDelta, join_deltas
 from inference.server.tools.use import ToolUse
 
 
-class ChatBody(GenerationBody, TemplateBody, ToolFields):
+class ChatBody(base.GenerationBody, TemplateBody, ToolFields):
     """The body of `/v1/chat/completions`: as OpenAI's, and more.
 
     Attributes:
@@ -41,28 +33,28 @@ class ChatBody(GenerationBody, TemplateBody, ToolFields):
     """
 
     messages: list[AnyMessage] = Field(min_length=1, max_length=4096)
-    max_completion_tokens: Int | None = Field(default=None, ge=1, lt=2**31)
-    max_tokens: Int | None = Field(default=None, ge=1, lt=2**31)
+    max_completion_tokens: base.Int | None = Field(default=None, ge=1, lt=2**31)
+    max_tokens: base.Int | None = Field(default=None, ge=1, lt=2**31)
     logprobs: bool | None = None
-    top_logprobs: Int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
+    top_logprobs: base.Int | None = Field(default=None, ge=0, le=base.LIMITS.top_logprobs)
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Annotated[bool | None, refused_if_true("no answer is stored")] = None
+    store: Annotated[bool | None, base.refused_if_true("no answer is stored")] = None
     verbosity: Literal["medium"] | None = None
     safety_identifier: str | None = Field(default=None, max_length=512)
     prompt_cache_key: str | None = Field(default=None, max_length=512)
     prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
-    audio: Annotated[None, refused("this model writes text only")] = None
-    web_search_options: Annotated[None, refused("this server does not search")] = None
+    audio: Annotated[None, base.refused("this model writes text only")] = None
+    web_search_options: Annotated[None, base.refused("this server does not search")] = None
     metadata: Annotated[
         Annotated[dict[str, str], Field(max_length=0)] | None,
-        refused_unless_empty("it belongs to stored completions, and none is stored"),
+        base.refused_unless_empty("it belongs to stored completions, and none is stored"),
     ] = None
     reasoning_effort: Annotated[
-        None, refused("give what the template knows in chat_template_kwargs")
+        None, base.refused("give what the template knows in chat_template_kwargs")
     ] = None
-    functions: Annotated[None, refused("use tools")] = None
-    function_call: Annotated[None, refused("use tool_choice")] = None
+    functions: Annotated[None, base.refused("use tools")] = None
+    function_call: Annotated[None, base.refused("use tool_choice")] = None
 
 
 async def chat(request: Request, served: ServedModel, body: ChatBody) -> Response:
@@ -89,7 +81,7 @@ async def chat_call(served: ServedModel, body: ChatBody) -> Call:
     Raises:
         ApiError, RequestError: as `ServedModel.render`, or a parameter is not allowed.
     """
-    tools = ToolUse.of(body, served.tools, constraint_of(body.response_format))
+    tools = ToolUse.of(body, served.tools, base.constraint_of(body.response_format))
     if tools and tools.constraint and body.beam_width is not None:
         message = "tools: calls that have to be made or to follow a schema need sampling"
         raise ApiError(400, f"{message}; leave out beam_width", "tools", "invalid_value")

@@ -8,18 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
-from inference.server.schema.generation import (
-    Body,
-    Either,
-    Int,
-    JsonObject,
-    Labels,
-    by_field,
-    parts_of,
-    refused,
-    refused_if_true,
-    refused_where,
-)
+from inference.server.schema import generation as base
 
 MOST_TOOLS = 128
 MOST_DEPTH = 32  # of a schema's objects and lists in one another
@@ -43,10 +32,10 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]+$", max_length=64)]
-Schema = Annotated[JsonObject, AfterValidator(_check_schema)]
+Schema = Annotated[base.JsonObject, AfterValidator(_check_schema)]
 
 
-class Function(Labels):
+class Function(base.Labels):
     """What may be called.
 
     Attributes:
@@ -67,20 +56,20 @@ class Function(Labels):
         return {"type": "object", **(self.parameters or {})}
 
 
-class Tool(Labels):
+class Tool(base.Labels):
     """A tool; functions are the only kind."""
 
     type: Literal["function"] = "function"
     function: Function
 
 
-class FunctionName(Body):
+class FunctionName(base.Body):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(base.Body):
     """The function that has to be called."""
 
     type: Literal["function"] = "function"
@@ -91,7 +80,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
 
 
-class ToolFields(Body):
+class ToolFields(base.Body):
     """The fields of a body that tell of tools; a base of bodies.
 
     Attributes:
@@ -106,18 +95,18 @@ class ToolFields(Body):
     parallel_tool_calls: bool | None = None
 
 
-class TextPart(Labels):
+class TextPart(base.Labels):
     """A text as a part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-Part = Annotated[TextPart, parts_of("text")]
-Content = Either[str, Annotated[list[Part], Field(min_length=1)]]
+Part = Annotated[TextPart, base.parts_of("text")]
+Content = base.Either[str, Annotated[list[Part], Field(min_length=1)]]
 
 
-class FunctionCall(Labels):
+class FunctionCall(base.Labels):
     """The function that the assistant called; its arguments are a JSON text."""
 
     name: str = Field(min_length=1, max_length=256)
@@ -125,21 +114,21 @@ class FunctionCall(Labels):
     parsed_arguments: Any = Field(default=None, exclude=True)
 
 
-class ToolCall(Labels):
+class ToolCall(base.Labels):
     """A call that the assistant made."""
 
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: Int | None = Field(default=None, exclude=True)
+    index: base.Int | None = Field(default=None, exclude=True)
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NO_ROLE = f"there is no such role; allowed are {', '.join(ROLES)}"
-KNOWN_ROLE = BeforeValidator(refused_where(lambda role: role not in ROLES, NO_ROLE))
+KNOWN_ROLE = BeforeValidator(base.refused_where(lambda role: role not in ROLES, NO_ROLE))
 
 
-class Message(Labels):
+class Message(base.Labels):
     """What is said by whom; of text only."""
 
     role: Annotated[Literal["system", "developer", "user"], KNOWN_ROLE]
@@ -147,7 +136,7 @@ class Message(Labels):
     name: str | None = Field(default=None, max_length=256)
 
 
-class AssistantMessage(Labels):
+class AssistantMessage(base.Labels):
     """What the assistant said, or which tools it called; other fields are those that it may bear
     when it comes back as this server or another, or a client's library, gave it.
 
@@ -163,11 +152,12 @@ class AssistantMessage(Labels):
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: Annotated[None, refused("no answer of this server is one")] = None
-    audio: Annotated[None, refused("this model reads text only")] = None
-    function_call: Annotated[None, refused("use tool_calls")] = None
+    refusal: Annotated[None, base.refused("no answer of this server is one")] = None
+    audio: Annotated[None, base.refused("this model reads text only")] = None
+    function_call: Annotated[None, base.refused("use tool_calls")] = None
     prefix: Annotated[
-        bool | None, refused_if_true("set continue_final_message, and add_generation_prompt false")
+        bool | None,
+        base.refused_if_true("set continue_final_message, and add_generation_prompt false"),
     ] = Field(default=None, exclude=True)
     annotations: list[Any] | None = Field(default=None, exclude=True)
     reasoning_details: list[Any] | None = Field(default=None, exclude=True)
@@ -176,7 +166,7 @@ class AssistantMessage(Labels):
     parsed: Any = Field(default=None, exclude=True)
 
 
-class ToolMessage(Labels):
+class ToolMessage(base.Labels):
     """What a tool answered."""
 
     role: Literal["tool"]
@@ -189,11 +179,11 @@ AnyMessage = Annotated[
     Annotated[Message, Tag("other")]
     | Annotated[AssistantMessage, Tag("assistant")]
     | Annotated[ToolMessage, Tag("tool")],
-    by_field("role", "assistant", "tool", default="other"),
+    base.by_field("role", "assistant", "tool", default="other"),
 ]
 
 
-class TemplateBody(Body):
+class TemplateBody(base.Body):
     """How a chat is written.
 
     Attributes:
@@ -204,7 +194,7 @@ class TemplateBody(Body):
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: JsonObject | None = None
+    chat_template_kwargs: base.JsonObject | None = None
 
 
 def text_of(content: str | Sequence[Any] | None) -> str:
