@@ -1,1 +1,1 @@
-"""The process that owns the engine, and the socket between it and HTTP."""
+"""The process that owns the engine: how it is started and ends, and what it does."""

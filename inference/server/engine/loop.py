@@ -13,7 +13,6 @@ from inference.engine import Engine
 from inference.requests.request import StepResult
 from inference.scheduling.acceptance import NOT_FINITE
 from inference.server import messages
-from inference.server.engine.channel import Channel
 from inference.speculate.counts import DraftCounts
 from kernels.attention_inputs import KV_BLOCK
 
@@ -29,7 +28,7 @@ class EngineLoop:
         engine: Loaded and warm.
     """
 
-    def __init__(self, engine: Engine, channel: Channel) -> None:
+    def __init__(self, engine: Engine, channel: messages.Channel) -> None:
         self._engine, self._channel = engine, channel
         self._names: set[str] = set()  # of requests that have not ended
         self._beams: dict[str, BeamSearch] = {}

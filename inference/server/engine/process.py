@@ -22,9 +22,8 @@ from formats.command import end_with
 from formats.errors import PTQError, RequestError
 from formats.namespace import later
 from inference.config import EngineConfig
-from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.engine_client import EngineClient
-from inference.server.messages import Dead, ToEngine
+from inference.server.messages import Channel, Dead, HttpGone, ToEngine, Unframer, frame
 
 with later():
     import torch

@@ -10,25 +10,12 @@ from dataclasses import dataclass, field
 from inference.beam_search import BeamParams, Hypothesis
 from inference.requests.request import SamplingParams
 from inference.scheduling.blocks import KVStats
+from inference.server import messages
 from inference.server.engine_client import EngineClient
-from inference.server.messages import (
-    Abort,
-    AdapterSet,
-    BeamDone,
-    Dead,
-    EngineInfo,
-    EngineStats,
-    Failed,
-    Refused,
-    SetAdapter,
-    Step,
-    Submit,
-    ToEngine,
-)
 from inference.server.open_requests import QueueLimits
 from inference.server.stream import Delta, DeltaStream
 
-INFO = EngineInfo(
+INFO = messages.EngineInfo(
     max_model_len=512,
     max_positions=512,
     vocab_size=384,
@@ -101,10 +88,10 @@ class FakeEngine:
     hold: bool = False
     together: int = 1
     drafts: int = 0
-    info: EngineInfo = INFO
+    info: messages.EngineInfo = INFO
     limits: QueueLimits = field(default_factory=QueueLimits)
     warm: bool = True
-    sent: list[ToEngine] = field(default_factory=list)
+    sent: list[messages.ToEngine] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.client = EngineClient(self._receive, self.limits)
@@ -118,7 +105,10 @@ class FakeEngine:
     def aborted(self) -> list[str]:
         """Names that the client aborted."""
         return [
-            name for message in self.sent if isinstance(message, Abort) for name in message.names
+            name
+            for message in self.sent
+            if isinstance(message, messages.Abort)
+            for name in message.names
         ]
 
     @property
@@ -134,45 +124,45 @@ class FakeEngine:
         """Fail a step with all that waits or runs."""
         names = list(self._requests)
         self._requests.clear()
-        self.client.take(Failed(names, message))
+        self.client.take(messages.Failed(names, message))
 
     def die(self, message: str = "the engine process died with exit code -9") -> None:
         """Be gone."""
         self._requests.clear()
-        self.client.lose(Dead(message))
+        self.client.lose(messages.Dead(message))
 
-    def _receive(self, message: ToEngine) -> None:
+    def _receive(self, message: messages.ToEngine) -> None:
         self.sent.append(message)
-        if isinstance(message, Submit) and isinstance(message.params, BeamParams):
+        if isinstance(message, messages.Submit) and isinstance(message.params, BeamParams):
             params = SamplingParams(max_tokens=3, adapter=message.params.adapter)
             tokens = tuple(counting(message.prompt, params))
             found = [Hypothesis(tokens, -1.0, -3.0, "length", self._all(tokens, message.params))]
-            done = BeamDone(message.name, found * message.params.n)
+            done = messages.BeamDone(message.name, found * message.params.n)
             asyncio.get_running_loop().call_soon(self.client.take, done)
-        elif isinstance(message, Submit):
+        elif isinstance(message, messages.Submit):
             if self.refuse is not None:
-                refused = Refused(message.name, *self.refuse)
+                refused = messages.Refused(message.name, *self.refuse)
                 asyncio.get_running_loop().call_soon(self.client.take, refused)
                 return
             answer = self.answer(message.prompt, message.params)
             self._requests[message.name] = _Running(message.params, message.prompt, answer)
             if self._task is None or self._task.done():
                 self._task = asyncio.get_running_loop().create_task(self._run())
-        elif isinstance(message, Abort):
+        elif isinstance(message, messages.Abort):
             for name in message.names:
                 self._requests.pop(name, None)
         elif not self.hold:
             asyncio.get_running_loop().call_soon(self.client.take, self._set(message))
 
-    def _set(self, message: SetAdapter) -> AdapterSet | Refused:
+    def _set(self, message: messages.SetAdapter) -> messages.AdapterSet | messages.Refused:
         if self.refuse is not None:
-            return Refused(message.name, *self.refuse)
+            return messages.Refused(message.name, *self.refuse)
         if (message.adapter in self._adapters) == (message.path is not None):
-            return Refused(message.name, f"adapter: found {message.adapter!r}")
+            return messages.Refused(message.name, f"adapter: found {message.adapter!r}")
         self._adapters.pop(message.adapter, None)
         if message.path is not None:
             self._adapters[message.adapter] = message.path
-        return AdapterSet(message.name, dict(self._adapters))
+        return messages.AdapterSet(message.name, dict(self._adapters))
 
     async def _run(self) -> None:
         while self._requests:
@@ -180,9 +170,9 @@ class FakeEngine:
             if not self.hold:
                 self.client.take(self._step())
 
-    def _step(self) -> Step:
+    def _step(self) -> messages.Step:
         names = list(self._requests)[: self.info.max_batch_size]
-        step = Step(stats=self._stats(len(names)))
+        step = messages.Step(stats=self._stats(len(names)))
         for name in [name for name in names for _ in range(self.together)]:
             if (request := self._requests.get(name)) is None:
                 continue
@@ -217,7 +207,7 @@ class FakeEngine:
         vocabulary = self.info.vocab_size
         return {(token + i) % vocabulary: -0.5 - i for i in range(max(1, number))}
 
-    def _stats(self, running: int) -> EngineStats:
+    def _stats(self, running: int) -> messages.EngineStats:
         blocks = self.info.kv_blocks
         waiting = len(self._requests) - running
-        return EngineStats(waiting, running, KVStats(blocks, blocks - running, running))
+        return messages.EngineStats(waiting, running, KVStats(blocks, blocks - running, running))

@@ -7,8 +7,16 @@ import time
 
 import pytest
 
-from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
-from inference.server.messages import Abort, EngineStats, Failed, Step
+from inference.server.messages import (
+    Abort,
+    Channel,
+    EngineStats,
+    Failed,
+    HttpGone,
+    Step,
+    Unframer,
+    frame,
+)
 
 
 @pytest.fixture

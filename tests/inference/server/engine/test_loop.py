@@ -12,16 +12,19 @@ from inference.requests.request import RequestOutput, SamplingParams, StepResult
 from inference.scheduling.acceptance import NOT_FINITE
 from inference.scheduling.blocks import KVStats
 from inference.server.engine import loop as loops
-from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.engine.loop import MOST_FAILURES, EngineLoop
 from inference.server.messages import (
     Abort,
     AdapterSet,
+    Channel,
     EngineInfo,
     Failed,
+    HttpGone,
     Refused,
     SetAdapter,
     Submit,
+    Unframer,
+    frame,
 )
 from inference.speculate.methods.ngram import NGramProposer
 
