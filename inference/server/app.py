@@ -20,8 +20,7 @@ from formats.errors import PTQError
 from inference.server import routes
 from inference.server.fleet import ServedEngine
 from inference.server.formatters import chat, completions, generate, responses
-from inference.server.http.body import read_body
-from inference.server.http.middleware import KeyCheck, RequestLog, RootPath
+from inference.server.http.requests import KeyCheck, RequestLog, RootPath, read_body
 from inference.server.http.responses import ApiError, Refusal, api_error
 from inference.server.schema.responses import ResponsesBody
 from inference.server.served_model import ServedModel

@@ -10,12 +10,12 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from json.encoder import encode_basestring
 from typing import Any, TypeVar
 
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from formats.errors import PTQError, RequestError
@@ -83,10 +83,6 @@ class ApiError(Exception):
         return b"data: " + json.dumps(self.content).encode() + b"\n\n"
 
 
-class ClientGoneError(Exception):
-    """The client has gone away: there is no one to answer."""
-
-
 def api_error(error: ApiError | PTQError) -> ApiError:
     """The answer for an error of ours; what is no fault of the request tells no internals."""
     if isinstance(error, ApiError):
@@ -110,10 +106,9 @@ class Json(Response):
 
     media_type = "application/json"
 
-    def __init__(
-        self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(dumps(content).encode(), status, headers)
+    def render(self, content: Any) -> bytes:
+        """Its bytes."""
+        return dumps(content).encode()
 
 
 class Refusal(Json):
@@ -140,16 +135,13 @@ class Refusal(Json):
 
 
 async def _read_away(receive: Receive) -> None:
-    left = LINGER_BYTES
-    try:
+    left, more = LINGER_BYTES, True
+    with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
-            while left > 0:
+            while left > 0 and more:
                 message = await receive()
                 left -= len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return
+                more = message.get("more_body", False)
 
 
 async def _gone(receive: Receive) -> None:
@@ -162,14 +154,14 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Value]) -> Val
     """What `work` gives; it is cancelled as soon as the client goes away.
 
     Raises:
-        ClientGoneError: it went.
+        ClientDisconnect: it went.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_gone(request.receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGoneError
+            raise ClientDisconnect
         return task.result()
     finally:
         watch.cancel()
@@ -178,7 +170,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Value]) -> Val
             await asyncio.wait({task})
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Frames of server-sent events, sent as they come.
 
     Args:
@@ -194,96 +186,69 @@ class EventStream(Response):
     def __init__(
         self, frames: AsyncGenerator[bytes, None], write_seconds: float, done: bytes, quiet: bytes
     ) -> None:
-        self.status_code, self.background = 200, None
-        self.media_type, self.body = "text/event-stream", b""
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(frames, headers=headers, media_type="text/event-stream")
         self._frames, self._write_seconds = frames, write_seconds
         self._done, self._quiet = done, quiet
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
+        self._begun = self._over = False
+        self._last, self._waits = 0.0, False  # when a write began last; it is not through
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        writer = _Writer(send, self.raw_headers, self._write_seconds, self._quiet)
-        watch = asyncio.ensure_future(_gone(receive))
-        watch.add_done_callback(lambda watch: watch.cancelled() or writer.stop())
+        task, self._last = asyncio.current_task(), asyncio.get_running_loop().time()
+        assert task is not None
+        watch = asyncio.ensure_future(self._watch(receive, send))
+        watch.add_done_callback(lambda watch: watch.cancelled() or self._over or task.cancel())
         try:
             async with aclosing(self._frames):
-                await self._send(writer)
+                await self.stream_response(send)
         except asyncio.CancelledError:
-            if not (watch.done() or writer.stalled):
+            if not watch.done():
                 raise
-            writer.task.uncancel()
-            raise ClientGoneError from None
+            task.uncancel()
+            raise ClientDisconnect from None
         finally:
-            writer.close()
+            self._over = True
             watch.cancel()
 
-    async def _send(self, writer: _Writer) -> None:
+    async def stream_response(self, send: Send) -> None:
         """Send it all; the head goes with the first frame, what fails before is a status."""
         try:
             async for frame in self._frames:
-                await writer.write(frame)
+                await self._write(send, frame)
         except Exception as error:  # the boundary of a request: its stream ends with an event
-            if not writer.begun:
+            if not self._begun:
                 raise
             if not isinstance(error, ApiError | PTQError):  # which tells a client no internals
                 LOG.error("a defect ended a stream", exc_info=error)
                 error = ApiError(500, DEFECT)
-            await writer.write(api_error(error).frame)
-        await writer.write(self._done, more=False)
+            await self._write(send, api_error(error).frame)
+        await self._write(send, self._done, more=False)
 
-
-class _Writer:
-    """Sends; cancels the task whose client reads nothing, and fills long silences.
-
-    A timer looks now and then, which costs a frame nothing.
-
-    Attributes:
-        task: Whoever made it.
-        stalled: Whether the client reads nothing.
-    """
-
-    def __init__(
-        self, send: Send, headers: list[tuple[bytes, bytes]], seconds: float, quiet: bytes
-    ) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self.task, self.begun, self.stalled = task, False, False
-        self._send, self._headers, self._seconds, self._quiet = send, headers, seconds, quiet
-        self._loop, self._over = asyncio.get_running_loop(), False
-        self._last, self._waits = self._loop.time(), False  # of the last write; it is not through
-        self._filling: asyncio.Task[None] | None = None
-        self._period = min(seconds, QUIET_SECONDS) / 4
-        self._timer = self._loop.call_later(self._period, self._look)
-
-    async def write(self, data: bytes, *, more: bool = True) -> None:
+    async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
         """Send some of it, with the head if it is the first."""
-        self._last, self._waits = self._loop.time(), True
-        if not self.begun:
-            self.begun = True
-            head = {"type": "http.response.start", "status": 200, "headers": self._headers}
-            await self._send(head)
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._last, self._waits = asyncio.get_running_loop().time(), True
+        if not self._begun:
+            self._begun = True
+            head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(head)
+        await send({"type": "http.response.body", "body": data, "more_body": more})
         self._waits = False
 
-    def _look(self) -> None:
-        silent = self._loop.time() - self._last
-        if self._waits and silent > self._seconds:
-            self.stalled = True
-            self.stop()
-            return
-        if self._quiet and not self._waits and silent > QUIET_SECONDS:
-            self._filling = self._loop.create_task(self.write(self._quiet))
-        self._timer = self._loop.call_later(self._period, self._look)
+    async def _watch(self, receive: Receive, send: Send) -> None:
+        """Wait until the client has gone, or reads nothing for too long; fill long silences.
 
-    def stop(self) -> None:
-        """Cancel the task, unless all is sent."""
-        if not self._over:
-            self.task.cancel()
-
-    def close(self) -> None:
-        """All is sent, or nothing more will be."""
-        self._over = True
-        self._timer.cancel()
-        if self._filling is not None:
-            self._filling.cancel()
+        It looks now and then, which costs a frame nothing.
+        """
+        loop, gone = asyncio.get_running_loop(), False
+        while not gone:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(self._write_seconds, QUIET_SECONDS) / 4):
+                    gone = (await receive())["type"] == "http.disconnect"
+            silent = loop.time() - self._last
+            if self._waits:
+                gone = gone or silent > self._write_seconds
+            elif self._quiet and silent > QUIET_SECONDS:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._write_seconds):
+                        await self._write(send, self._quiet)
