@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -193,13 +193,11 @@ class Serving:
             raise EngineError(client.reason)
 
     async def _greet(self) -> None:
-        try:
+        with suppress(Unavailable):
             info = await self._client.ready()
-        except Unavailable:
-            return
-        gc.collect()
-        gc.freeze()  # what is loaded stays: no collection looks at it again
-        self._on_ready(info)
+            gc.collect()
+            gc.freeze()  # what is loaded stays: no collection looks at it again
+            self._on_ready(info)
 
     def _on_signal(self, number: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         """Drain; where that is under way, end at once."""
