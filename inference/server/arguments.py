@@ -62,21 +62,14 @@ def parser() -> argparse.ArgumentParser:
     add_adapter_argument(made, "A request runs with the one that its `model` names")
     _add_http_arguments(made.add_argument_group("HTTP"))
     _add_size_arguments(made.add_argument_group("sizes"))
-    _add_other_arguments(made.add_argument_group("vLLM in the place of this engine"))
-    return made
-
-
-def _add_other_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--engine",
-        type=_engine,
-        default=("ptq", None),
-        metavar="ENGINE",
-        help="ptq (this one, the default), or vllm, or vllm=PYTHON: the interpreter of an "
+    engine = (
+        "ptq (this one, the default), or vllm, or vllm=PYTHON: the interpreter of an "
         "environment that has vLLM, which is started on the checkpoint after a check of what it "
-        "can take; options of `vllm serve` follow `--`",
+        "can take; options of `vllm serve` follow `--`"
     )
+    add = made.add_argument_group("vLLM in the place of this engine").add_argument
+    add("--engine", type=_engine, default=("ptq", None), metavar="ENGINE", help=engine)
+    return made
 
 
 def _engine(text: str) -> tuple[str, str | None]:
@@ -93,96 +86,47 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     add("--port", type=_port, default=8000, help="default 8000; 0 takes a free one")
     add("--api-key", metavar="KEY", help=f"what clients have to show; better in {KEY} or a file")
     add("--api-key-file", type=Path, metavar="FILE", help="holds the key")
-    add(
-        "--root-path",
-        type=_root_path,
-        metavar="PREFIX",
-        help="of a proxy that leaves it on, such as /llm: all routes answer below it, too",
-    )
-    add(
-        "--cors-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="a web page's that may call from a browser, such as https://example.org; repeatable",
-    )
-    add(
-        "--served-model-name",
-        action="append",
-        metavar="NAME",
-        help="what clients call the model; default: CHECKPOINT as given; repeatable",
-    )
+    prefix = "of a proxy that leaves it on, such as /llm: all routes answer below it, too"
+    add("--root-path", type=_root_path, metavar="PREFIX", help=prefix)
+    origin = "a web page's that may call from a browser, such as https://example.org; repeatable"
+    add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
+    name = "what clients call the model; default: CHECKPOINT as given; repeatable"
+    add("--served-model-name", action="append", metavar="NAME", help=name)
     add("--chat-template", type=Path, metavar="FILE", help="Jinja, in the place of the model's own")
     add_content_argument(group)
-    add(
-        "--tool-format",
-        choices=sorted(FORMATS),
-        help="how the model writes calls of tools; default: as its chat template tells",
-    )
-    add(
-        "--drain-seconds",
-        type=_seconds,
-        default=30.0,
-        metavar="S",
-        help="in which what runs may finish when the server is stopped; default 30",
-    )
+    calls = "how the model writes calls of tools; default: as its chat template tells"
+    add("--tool-format", choices=sorted(FORMATS), help=calls)
+    drain = "in which what runs may finish when the server is stopped; default 30"
+    add("--drain-seconds", type=_seconds, default=30.0, metavar="S", help=drain)
     add("--log-requests", action="store_true", help="a line for each request, without its texts")
     add("--log-texts", action="store_true", help="prompts and answers, too")
     add("--quiet", action="store_true", help="print nothing but errors")
 
 
 def _add_size_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--data-parallel",
-        type=count,
-        default=1,
-        metavar="N",
-        help="engines behind this server, each in a process of its own: on the GPUs cuda:0 to "
-        "cuda:N-1 (with --device cuda:K from number K on), or each on its part of the CPU's cores",
+    add, queue = group.add_argument, QueueLimits()
+    engines = (
+        "engines behind this server, each in a process of its own: on the GPUs cuda:0 to "
+        "cuda:N-1 (with --device cuda:K from number K on), or each on its part of the CPU's cores"
     )
-    add(
-        "--max-batch-size",
-        type=count,
-        metavar="N",
-        help="requests at once of an engine; default 64, GPUs 256",
+    add("--data-parallel", type=count, default=1, metavar="N", help=engines)
+    most = "requests at once of an engine; default 64, GPUs 256"
+    add("--max-batch-size", type=count, metavar="N", help=most)
+    most, tokens = "most tokens of a step; default 2048", EngineConfig().max_batched_tokens
+    add("--max-batched-tokens", type=count, default=tokens, metavar="N", help=most)
+    wanted = (
+        "wanted time between two tokens: beside requests that are answered, prompts are "
+        "computed in smaller chunks"
     )
-    add(
-        "--max-batched-tokens",
-        type=count,
-        default=EngineConfig().max_batched_tokens,
-        metavar="N",
-        help="most tokens of a step; default 2048",
-    )
-    add(
-        "--target-itl",
-        type=count,
-        metavar="MS",
-        help="wanted time between two tokens: beside requests that are answered, prompts are "
-        "computed in smaller chunks",
-    )
+    add("--target-itl", type=count, metavar="MS", help=wanted)
     add("--no-prefix-cache", action="store_true", help="compute equal beginnings of prompts again")
-    add(
-        "--kv-memory",
-        type=_share,
-        metavar="SHARE",
-        help="of the memory that is free beside the weights, for the cache; default 0.25, GPUs 0.9",
-    )
+    share = "of the memory that is free beside the weights, for the cache; default 0.25, GPUs 0.9"
+    add("--kv-memory", type=_share, metavar="SHARE", help=share)
     add("--kv-blocks", type=count, metavar="N", help="instead: blocks of 64 tokens in the cache")
-    add(
-        "--max-queue",
-        type=count,
-        default=QueueLimits().requests,
-        metavar="N",
-        help="requests that may wait; one more is told to come back (429); default 1024",
-    )
-    add(
-        "--max-queued-tokens",
-        type=count,
-        default=QueueLimits().tokens,
-        metavar="N",
-        help="tokens of prompts that may wait; default 1048576",
-    )
+    most = "requests that may wait; one more is told to come back (429); default 1024"
+    add("--max-queue", type=count, default=queue.requests, metavar="N", help=most)
+    most = "tokens of prompts that may wait; default 1048576"
+    add("--max-queued-tokens", type=count, default=queue.tokens, metavar="N", help=most)
     add("--max-body-mb", type=count, default=32, metavar="MB", help="of a request; default 32")
 
 
