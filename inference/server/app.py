@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,12 +21,12 @@ from inference.server import routes
 from inference.server.fleet import ServedEngine
 from inference.server.formatters import chat, completions, generate, responses
 from inference.server.http.requests import KeyCheck, RequestLog, RootPath, read_body
-from inference.server.http.responses import ApiError, Refusal, api_error
+from inference.server.http.responses import ApiError, Refusal, api_error, unless_gone
 from inference.server.schema.responses import ResponsesBody
 from inference.server.served_model import ServedModel
 from inference.server.settings import ServerSettings
 
-Handler = Callable[..., Awaitable[Response]]  # takes the request, the model, and its body, if any
+Handler = Callable[..., Coroutine[Any, Any, Response]]  # of the request, the model, its body if any
 JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
 ROUTES: list[tuple[str, str, Handler, type[BaseModel] | None, tuple[str, ...]]] = [
     ("GET", "/health", routes.health, None, (JSON,)),
@@ -132,7 +132,8 @@ def _endpoint(
             routes.require_key(request, served)
         body = await read_body(request, model, served.settings.limits)
         served.check_model(getattr(body, "model", None))
-        return await handler(request, served, body)
+        answer = handler(request, served, body)
+        return await (answer if handler in routes.ONLY_WITH_KEY else unless_gone(request, answer))
 
     endpoint.__doc__ = handler.__doc__
     return endpoint

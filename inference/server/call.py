@@ -199,17 +199,14 @@ class Call:
                         seed = (first.seed + index) % SEEDS
                         params = first.model_copy(update={"seed": seed})
                     streams.append(self._submit_one(prompt, params, news))
-        except Overloaded as error:
+        except BaseException as error:
             _cancel(streams)
-            if not idle or len(streams) <= 1:
+            if not isinstance(error, Overloaded) or not idle or len(streams) <= 1:
                 raise
             param = "prompt" if len(self.prompts) > 1 else "n"
             count = len(self.prompts) * self.best_of
             message = f"{param}: {count} answers are more than may wait; ask for fewer"
             raise RequestError(message, param) from error
-        except BaseException:
-            _cancel(streams)
-            raise
         return streams
 
     def _submit_one(

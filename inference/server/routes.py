@@ -27,7 +27,7 @@ from starlette.responses import Response
 
 from inference.requests.request import check_tokens
 from inference.server.engine_client import EngineClient
-from inference.server.http.responses import ApiError, Json, unless_gone
+from inference.server.http.responses import ApiError, Json
 from inference.server.schema.chat import AnyMessage, TemplateBody, ToolFields, Tools
 from inference.server.schema.generation import Body, TokenIds
 from inference.server.served_model import ServedModel
@@ -224,7 +224,7 @@ async def tokenize(request: Request, served: ServedModel, body: TokenizeBody) ->
             return served.encode(prompt, body.add_special_tokens is not False) if prompt else []
         return served.render(body.messages, body, tools)
 
-    tokens = await unless_gone(request, served.in_thread(work))
+    tokens = await served.in_thread(work)
     texts = [served.texts.text(token) for token in tokens] if body.return_token_strs else None
     content = {
         "tokens": tokens,
@@ -238,8 +238,7 @@ async def tokenize(request: Request, served: ServedModel, body: TokenizeBody) ->
 async def detokenize(request: Request, served: ServedModel, body: DetokenizeBody) -> Response:
     """Answer `POST /detokenize`."""
     check_tokens(body.tokens, served.client.info.vocab_size, "tokens")
-    work = served.in_thread(lambda: served.decode(body.tokens))
-    return Json({"prompt": await unless_gone(request, work)})
+    return Json({"prompt": await served.in_thread(lambda: served.decode(body.tokens))})
 
 
 async def tokenizer_info(request: Request, served: ServedModel) -> Response:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from inference.server.call import Call, beam_params, sampling_params
 from inference.server.formatters.formatter import ChunkFormatter, answer, check_beams, check_stream
-from inference.server.http.responses import ApiError, dumps, quote, unless_gone
+from inference.server.http.responses import ApiError, dumps, quote
 from inference.server.logprobs import chat_logprobs
 from inference.server.schema import generation as base
 from inference.server.schema.chat import AnyMessage, TemplateBody, ToolFields
@@ -60,7 +60,7 @@ class ChatBody(base.GenerationBody, TemplateBody, ToolFields):
 async def chat(request: Request, served: ServedModel, body: ChatBody) -> Response:
     """Answer `POST /v1/chat/completions`."""
     _check(body)
-    call = await unless_gone(request, chat_call(served, body))
+    call = await chat_call(served, body)
     return await answer(request, ChatFormatter(call, body), stream=bool(body.stream))
 
 

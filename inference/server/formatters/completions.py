@@ -12,7 +12,7 @@ from starlette.responses import Response
 from inference.requests.request import Logprobs
 from inference.server.call import Call, beam_params, sampling_params
 from inference.server.formatters.formatter import ChunkFormatter, answer, check_beams, check_stream
-from inference.server.http.responses import ApiError, dumps, quote, unless_gone
+from inference.server.http.responses import ApiError, dumps, quote
 from inference.server.logprobs import CompletionLogprobs
 from inference.server.schema.generation import LIMITS, GenerationBody, Int, TokenIds, refused
 from inference.server.served_model import ServedModel
@@ -69,7 +69,7 @@ class CompletionBody(GenerationBody):
 async def complete(request: Request, served: ServedModel, body: CompletionBody) -> Response:
     """Answer `POST /v1/completions`."""
     _check(body)
-    call, echoes = await unless_gone(request, _read(served, body))
+    call, echoes = await _read(served, body)
     formatter = CompletionFormatter(call, body, echoes)
     return await answer(request, formatter, stream=bool(body.stream))
 

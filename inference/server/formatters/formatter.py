@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inference.server.call import Call
-from inference.server.http.responses import ApiError, EventStream, Json, dumps, unless_gone
+from inference.server.http.responses import ApiError, EventStream, Json, dumps
 from inference.server.schema.generation import GenerationBody
 from inference.server.stream import Delta
 
@@ -63,7 +63,7 @@ async def answer(request: Request, formatter: Formatter, *, stream: bool) -> Res
     """The answer to a request, at once or as a stream."""
     request.state.log["tokens"] = formatter.call.usage
     if not stream:
-        return Json(await unless_gone(request, formatter.whole()))
+        return Json(await formatter.whole())
     seconds = formatter.call.served.settings.limits.write_seconds
     return EventStream(formatter.frames(), seconds, formatter.done, formatter.quiet)
 

@@ -16,7 +16,7 @@ from inference.beam_search import BeamParams
 from inference.requests.request import SamplingParams
 from inference.server.call import Call
 from inference.server.formatters.formatter import OF_BEAMS, Formatter, answer, refuse_beside
-from inference.server.http.responses import dumps, unless_gone
+from inference.server.http.responses import dumps
 from inference.server.schema.generation import LIMITS, Body, Int
 from inference.server.served_model import ServedModel
 from inference.server.stream import Delta
@@ -81,7 +81,7 @@ async def _answer(
     request: Request, served: ServedModel, body: GenerateBody, *, stream: bool
 ) -> Response:
     _check_beams(body, stream=stream)
-    prompt = await unless_gone(request, served.in_thread(lambda: served.encode(body.prompt)))
+    prompt = await served.in_thread(lambda: served.encode(body.prompt))
     params = SamplingParams(
         max_tokens=min(body.max_new_tokens, served.check_length(len(prompt), "prompt")),
         temperature=body.temperature if body.do_sample else 0.0,

@@ -18,7 +18,7 @@ from formats.errors import PTQError, RequestError
 from inference.server.call import Call
 from inference.server.formatters.chat import ChatBody, chat_call
 from inference.server.formatters.formatter import Formatter, answer
-from inference.server.http.responses import ApiError, api_error, dumps, unless_gone
+from inference.server.http.responses import ApiError, api_error, dumps
 from inference.server.logprobs import chat_logprobs
 from inference.server.schema import chat as chats
 from inference.server.schema import responses as asked
@@ -38,7 +38,7 @@ async def respond(request: Request, served: ServedModel, body: asked.ResponsesBo
         message = "top_logprobs: they need message.output_text.logprobs in include"
         raise ApiError(400, message, "top_logprobs")
     try:
-        call = await unless_gone(request, chat_call(served, _chat(body)))
+        call = await chat_call(served, _chat(body))
     except (ApiError, RequestError) as error:
         raise _of_responses(error) from error
     return await answer(request, ResponseFormatter(call, body), stream=bool(body.stream))
