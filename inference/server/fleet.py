@@ -88,11 +88,14 @@ class EngineFleet:
         """
         if self._info is None:
             each = [engine.info for engine in self.engines]
+            device = ", ".join(one.device for one in each)
+            if len({one.device for one in each}) < len(each):
+                device = f"{len(each)} x {each[0].device}"
             self._info = replace(
                 each[0],
                 max_batch_size=sum(one.max_batch_size for one in each),
                 kv_blocks=sum(one.kv_blocks for one in each),
-                device=_together([one.device for one in each]),
+                device=device,  # such as `cuda:0, cuda:1` or `2 x cpu`
             )
         return self._info
 
@@ -216,13 +219,6 @@ def _load(engine: EngineClient, prompt: int) -> Load:
     places = engine.info.max_batch_size
     full = engine.requests.full(prompt, places) is not None
     return Load(engine.requests.new_tokens, engine.in_flight, places, full)
-
-
-def _together(devices: Sequence[str]) -> str:
-    """Such as `cuda:0, cuda:1` or `2 x cpu`."""
-    if len(set(devices)) == len(devices):
-        return ", ".join(devices)
-    return f"{len(devices)} x {devices[0]}"
 
 
 def block_hashes(tokens: Sequence[int], block: int, adapter: str | None = None) -> list[int]:

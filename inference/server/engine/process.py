@@ -151,7 +151,9 @@ def _main(end: socket.socket, source: EngineSource, parent: int) -> None:
 def _serve(channel: Channel, source: EngineSource) -> None:
     place = source.place
     if place.cores is not None:
-        _stay_on(place.cores)
+        if hasattr(os, "sched_setaffinity"):  # where the system lets a process choose
+            os.sched_setaffinity(0, place.cores)
+        torch.set_num_threads(min(torch.get_num_threads(), len(place.cores)))
     if place.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)  # before CUDA starts
     engine = engines.Engine.from_pretrained(
@@ -161,13 +163,6 @@ def _serve(channel: Channel, source: EngineSource) -> None:
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection looks at it again
     loops.EngineLoop(engine, channel).run()
-
-
-def _stay_on(cores: tuple[int, ...]) -> None:
-    """Use so many threads, on these cores where the system lets a process choose."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
-    torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
 
 
 def usable_cores() -> list[int]:

@@ -69,18 +69,7 @@ NOT_OF_BEAMS = (*SAME, "do_sample", "temperature", "stop")
 
 async def generate(request: Request, served: ServedModel, body: GenerateBody) -> Response:
     """Answer `POST /generate`."""
-    return await _answer(request, served, body, stream=body.streams)
-
-
-async def generate_stream(request: Request, served: ServedModel, body: GenerateBody) -> Response:
-    """Answer `POST /generate/stream`."""
-    return await _answer(request, served, body, stream=True)
-
-
-async def _answer(
-    request: Request, served: ServedModel, body: GenerateBody, *, stream: bool
-) -> Response:
-    _check_beams(body, stream=stream)
+    _check_beams(body)
     prompt = await served.in_thread(lambda: served.encode(body.prompt))
     params = SamplingParams(
         max_tokens=min(body.max_new_tokens, served.check_length(len(prompt), "prompt")),
@@ -92,14 +81,19 @@ async def _answer(
         own = {"beam_width": body.num_beams, "max_tokens": params.max_tokens}
         beams = [BeamParams(**own, **body.model_dump(include={*OF_BEAMS}))]
     call = Call(served, [prompt], [params], tuple(body.stop), beams=beams)
-    return await answer(request, GenerateFormatter(call), stream=stream)
+    return await answer(request, GenerateFormatter(call), stream=body.streams)
 
 
-def _check_beams(body: GenerateBody, *, stream: bool) -> None:
+async def generate_stream(request: Request, served: ServedModel, body: GenerateBody) -> Response:
+    """Answer `POST /generate/stream`."""
+    return await generate(request, served, body.model_copy(update={"stream": True}))
+
+
+def _check_beams(body: GenerateBody) -> None:
     """Refuse what does not go with a beam search, or goes with nothing else."""
     search, fields = body.num_beams > 1, GenerateBody.model_fields
     names = NOT_OF_BEAMS if search else OF_BEAMS
-    given = ["stream"] if search and stream else []
+    given = ["stream"] if search and body.streams else []
     given += [name for name in names if getattr(body, name) != fields[name].default]
     refuse_beside(given, None if search else "num_beams of 2 or more")
 

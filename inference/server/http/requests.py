@@ -198,7 +198,9 @@ def parse(data: bytes | bytearray, model: type[Body]) -> Body:
             )
         raise ApiError(400, message, code="invalid_json") from error
     if not isinstance(raw, dict):
-        message = f"the body is {_kind(raw)}; an object is needed, such as {{...}}"
+        names = {str: "a text", list: "a list", bool: "true or false", type(None): "null"}
+        found = names.get(type(raw), "a number")
+        message = f"the body is {found}; an object is needed, such as {{...}}"
         raise ApiError(400, message, code="invalid_json")
     try:
         return model.model_validate(raw)
@@ -280,8 +282,3 @@ def _place(loc: Sequence[int | str], raw: Any, *, named: bool) -> list[int | str
         elif named and step == len(loc) - 1:
             place.append(name)
     return place
-
-
-def _kind(raw: Any) -> str:
-    names = {str: "a text", list: "a list", bool: "true or false", type(None): "null"}
-    return names.get(type(raw), "a number")

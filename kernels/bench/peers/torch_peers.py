@@ -10,6 +10,7 @@ it timed in turns with ours, or keeps the reason why it is not.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -324,33 +325,26 @@ class Peers:
     """
 
     device: torch.device
-    reasons: dict[tuple[str, str], int] = field(default_factory=dict)
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
     sample: Callable[[Call, int], Callable[[], float]] | None = None
 
     def of(self, shape: Shape) -> dict[str, Callable[[], float]]:
         """What gives the microseconds of those that can, by name."""
-        found = {}
+        found, sample = {}, self.sample or CLOCKS[self.device.type].sample
         for peer in peers_for(shape, self.device):
-            made = self._make(peer, shape)
-            if isinstance(made, str):
-                reason = peer.name, made
-                self.reasons[reason] = self.reasons.get(reason, 0) + 1
-            else:
-                found[peer.name] = made
+            try:
+                calls = peer.build(shape, self.device)
+                error = calls.error(calls.call(0))
+                if not error < TOLERANCE:
+                    raise UnavailableError(f"its result is off by {error:.1e}")
+                found[peer.name] = sample(calls.call, calls.copies)
+            except UnavailableError as missing:
+                self.reasons[peer.name, str(missing)] += 1
+            except (RuntimeError, ValueError, NotImplementedError) as refused:
+                why = f"torch refuses: {' '.join(str(refused).split())[:160]}"
+                self.reasons[peer.name, why] += 1
         return found
 
     def messages(self) -> list[str]:
         """Why peers are missing, a line for each reason."""
         return [f"{peer}: {reason} ({n} rows)" for (peer, reason), n in self.reasons.items()]
-
-    def _make(self, peer: Peer, shape: Shape) -> Callable[[], float] | str:
-        try:
-            calls = peer.build(shape, self.device)
-            error = calls.error(calls.call(0))
-            if not error < TOLERANCE:
-                return f"its result is off by {error:.1e}"
-            return (self.sample or CLOCKS[self.device.type].sample)(calls.call, calls.copies)
-        except UnavailableError as missing:
-            return str(missing)
-        except (RuntimeError, ValueError, NotImplementedError) as refused:
-            return f"torch refuses: {' '.join(str(refused).split())[:160]}"
