@@ -57,9 +57,7 @@ class Constraint:
         if any("\ud800" <= c <= "\udfff" for c in self.text) or "\0" in self.text:
             raise unusable("its text holds half a surrogate pair or a NUL; give valid Unicode")
         if self.kind in ("json_schema", "structural_tag"):
-            check_depth(self.text)
-            value = read_json(self.text)
-            _with_schemas(value, self.kind, check_schema)
+            _with_schemas(read_json(self.text), self.kind, check_schema)
 
     @property
     def plain(self) -> str:
@@ -128,38 +126,31 @@ def _with_schemas(value: Any, key: str, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def check_depth(text: str) -> None:
-    """Check, before anything recursive reads it, that JSON is not too deep.
-
-    Raises:
-        RequestError: it is.
-    """
-    depth, quoted, escaped = 0, False, False
-    for c in text:
-        if escaped:
-            escaped = False
-        elif quoted:
-            quoted, escaped = c != '"', c == "\\"
-        elif c == '"':
-            quoted = True
-        elif c in "[{":
-            depth += 1
-            if depth > MOST_DEPTH:
-                raise unusable(f"objects and lists more than {MOST_DEPTH} deep; make it flatter")
-        elif c in "]}":
-            depth -= 1
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether more objects and lists than so many are in one another; nothing recurses."""
+    level: list[Any] = [[value]]
+    for _ in range(most + 1):
+        inner = [v.values() if isinstance(v, Mapping) else v for v in level]
+        level = [v for values in inner for v in values if isinstance(v, (Mapping, list))]
+    return bool(level)
 
 
 def read_json(text: str) -> Any:
     """What JSON text holds.
 
     Raises:
-        RequestError: it is no JSON, or holds NaN or infinity.
+        RequestError: it is no JSON, holds NaN or infinity, or is too deep.
     """
     try:
-        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        deep = is_deeper(value, MOST_DEPTH)
     except ValueError as error:
         raise unusable(f"it is no JSON: {error}") from error
+    except RecursionError:
+        deep = True
+    if deep:
+        raise unusable(f"objects and lists more than {MOST_DEPTH} deep; make it flatter")
+    return value
 
 
 def write_json(value: Any) -> str:

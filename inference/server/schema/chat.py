@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag
 
+from inference.requests.constraint import is_deeper
 from inference.server.schema import generation as base
 
 MOST_TOOLS = 128
@@ -16,14 +17,10 @@ MOST_CHARACTERS = 2**16  # of a schema, and of a description
 
 
 def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a schema of no object, and one that is too deep or too large; nothing recurses."""
+    """Refuse a schema of no object, and one that is too deep or too large."""
     if schema.get("type", "object") != "object":
         raise ValueError('the parameters of a function are a JSON schema of {"type": "object"}')
-    level: list[Any] = [schema]
-    for _ in range(MOST_DEPTH):
-        inner = [v.values() if isinstance(v, Mapping) else v for v in level]
-        level = [v for values in inner for v in values if isinstance(v, (Mapping, list))]
-    if level:
+    if is_deeper(schema, MOST_DEPTH):
         raise ValueError(f"a schema of more than {MOST_DEPTH} levels; make it flatter")
     size = len(json.dumps(schema))
     if size > MOST_CHARACTERS:
