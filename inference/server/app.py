@@ -19,7 +19,7 @@ from starlette.responses import Response
 from formats.errors import PTQError
 from inference.server import routes
 from inference.server.fleet import ServedEngine
-from inference.server.formatters import chat, completions, generate, responses
+from inference.server.formatters import chat, completions, responses
 from inference.server.http.requests import KeyCheck, RequestLog, RootPath, read_body
 from inference.server.http.responses import ApiError, Refusal, api_error, unless_gone
 from inference.server.schema.responses import ResponsesBody
@@ -42,8 +42,8 @@ ROUTES: list[tuple[str, str, Handler, type[BaseModel] | None, tuple[str, ...]]] 
     ("POST", "/tokenize", routes.tokenize, routes.TokenizeBody, (JSON,)),
     ("POST", "/detokenize", routes.detokenize, routes.DetokenizeBody, (JSON,)),
     ("GET", "/tokenizer_info", routes.tokenizer_info, None, (JSON,)),
-    ("POST", "/generate", generate.generate, generate.GenerateBody, (JSON, EVENTS)),
-    ("POST", "/generate/stream", generate.generate_stream, generate.GenerateBody, (EVENTS,)),
+    ("POST", "/generate", completions.generate, completions.GenerateBody, (JSON, EVENTS)),
+    ("POST", "/generate/stream", completions.generate_stream, completions.GenerateBody, (EVENTS,)),
 ]
 REFS = "#/components/schemas/{model}"
 

@@ -1,1 +1,1 @@
-"""Four ways to answer a call: each reads its body, and writes answers whole or in events."""
+"""Ways to answer a call: each reads its body, and writes answers whole or in events."""

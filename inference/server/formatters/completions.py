@@ -1,20 +1,26 @@
-"""`/v1/completions`: texts or token ids, completed as they stand."""
+"""`/v1/completions` and `/generate`: texts or token ids, completed as they stand.
+
+`/generate` and `/generate/stream` are ports of ColossalAI's inference server: an answer is
+{"text": ...} without the prompt; a stream is such objects, each with the whole text so far and
+ended by a NUL byte.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inference.requests.request import Logprobs
+from inference.beam_search import BeamParams
+from inference.requests.request import Logprobs, SamplingParams
 from inference.server.call import Call, beam_params, sampling_params
-from inference.server.formatters.formatter import ChunkFormatter, answer, check_beams, check_stream
+from inference.server.formatters import formatter as shared
 from inference.server.http.responses import ApiError, dumps, quote
 from inference.server.logprobs import CompletionLogprobs
-from inference.server.schema.generation import LIMITS, GenerationBody, Int, TokenIds, refused
+from inference.server.schema.generation import LIMITS, Body, GenerationBody, Int, TokenIds, refused
 from inference.server.served_model import ServedModel
 from inference.server.stream import Delta
 
@@ -71,12 +77,12 @@ async def complete(request: Request, served: ServedModel, body: CompletionBody) 
     _check(body)
     call, echoes = await _read(served, body)
     formatter = CompletionFormatter(call, body, echoes)
-    return await answer(request, formatter, stream=bool(body.stream))
+    return await shared.answer(request, formatter, stream=bool(body.stream))
 
 
 def _check(body: CompletionBody) -> None:
     """Refuse what does not go together."""
-    check_beams(body)
+    shared.check_beams(body)
     n, best_of = body.n or 1, body.best_of
     if best_of is not None and best_of < n:
         raise ApiError(400, f"best_of: {best_of} is less than n, {n}", "best_of")
@@ -86,7 +92,7 @@ def _check(body: CompletionBody) -> None:
     if body.max_tokens == 0 and not body.echo:
         message = "max_tokens: 0 needs echo, for there is nothing else to tell; give 1 or more"
         raise ApiError(400, message, "max_tokens")
-    check_stream(body)
+    shared.check_stream(body)
 
 
 async def _read(served: ServedModel, body: CompletionBody) -> tuple[Call, list[str]]:
@@ -124,7 +130,7 @@ async def _read(served: ServedModel, body: CompletionBody) -> tuple[Call, list[s
     return call, echoes
 
 
-class CompletionFormatter(ChunkFormatter):
+class CompletionFormatter(shared.ChunkFormatter):
     """Writes completions.
 
     Args:
@@ -173,3 +179,99 @@ class CompletionFormatter(ChunkFormatter):
             if first:
                 choice["prompt_token_ids"] = prompt
         return choice
+
+
+class GenerateBody(Body):
+    """The body of `/generate`: a prompt, and fields of transformers' generation config.
+
+    Attributes:
+        prompt: A text, completed as it stands.
+        stream: Answer in parts, each a JSON object and a NUL byte; also as the text "true".
+        max_new_tokens: Most tokens of the answer.
+        do_sample: Sample; otherwise the likeliest token is taken.
+        temperature: Of sampling.
+        top_k: Of the likeliest tokens, so many; 0: all.
+        top_p: Of the likeliest tokens, as few as reach this probability.
+        min_p: Only tokens at least so likely as this part of the likeliest one's probability.
+        repetition_penalty: Divides the logits of tokens of prompt and answer.
+        num_beams: Search with so many beams instead, from 2 on; then nothing is sampled.
+        length_penalty: Of a beam search.
+        early_stopping: Of a beam search.
+        seed: Of the random numbers.
+        stop: Texts that end the answer.
+    """
+
+    prompt: str = Field(min_length=1)
+    stream: bool | Literal["true", "false", "True", "False"] = False
+    max_new_tokens: Int = Field(default=128, ge=1, lt=2**31)
+    do_sample: bool = False
+    temperature: float = Field(default=1.0, ge=1e-10, le=1e10)
+    top_k: Int = Field(default=0, ge=0, lt=2**31)
+    top_p: float = Field(default=1.0, ge=1e-10, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, ge=1e-10, le=1e10)
+    num_beams: Int = Field(default=1, ge=1, le=LIMITS.beam_width)
+    length_penalty: float = Field(default=1.0, ge=-10, le=10)
+    early_stopping: bool | Literal["never"] = False
+    seed: Int | None = Field(default=None, ge=0, lt=2**63)
+    stop: list[str] = Field(default=[], max_length=LIMITS.stops)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the answer comes in parts."""
+        return self.stream if isinstance(self.stream, bool) else self.stream.lower() == "true"
+
+
+SAME = "top_k top_p min_p repetition_penalty seed".split()
+NOT_OF_BEAMS = (*SAME, "do_sample", "temperature", "stop")
+
+
+async def generate(request: Request, served: ServedModel, body: GenerateBody) -> Response:
+    """Answer `POST /generate`."""
+    _check_beams(body)
+    prompt = await served.in_thread(lambda: served.encode(body.prompt))
+    params = SamplingParams(
+        max_tokens=min(body.max_new_tokens, served.check_length(len(prompt), "prompt")),
+        temperature=body.temperature if body.do_sample else 0.0,
+        **body.model_dump(include={*SAME}),
+    )
+    beams = None
+    if body.num_beams > 1:
+        own = {"beam_width": body.num_beams, "max_tokens": params.max_tokens}
+        beams = [BeamParams(**own, **body.model_dump(include={*shared.OF_BEAMS}))]
+    call = Call(served, [prompt], [params], tuple(body.stop), beams=beams)
+    return await shared.answer(request, GenerateFormatter(call), stream=body.streams)
+
+
+async def generate_stream(request: Request, served: ServedModel, body: GenerateBody) -> Response:
+    """Answer `POST /generate/stream`."""
+    return await generate(request, served, body.model_copy(update={"stream": True}))
+
+
+def _check_beams(body: GenerateBody) -> None:
+    """Refuse what does not go with a beam search, or goes with nothing else."""
+    search, fields = body.num_beams > 1, GenerateBody.model_fields
+    names = NOT_OF_BEAMS if search else shared.OF_BEAMS
+    given = ["stream"] if search and body.streams else []
+    given += [name for name in names if getattr(body, name) != fields[name].default]
+    shared.refuse_beside(given, None if search else "num_beams of 2 or more")
+
+
+class GenerateFormatter(shared.Formatter):
+    """Writes texts."""
+
+    done = quiet = b""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self._text = ""
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        [made] = await self.call.answers()
+        return {"text": made.text}
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        """All of the text so far."""
+        self._text += delta.text
+        return dumps({"text": self._text}).encode() + b"\0"
