@@ -1,28 +1,35 @@
 """Sums over ranks (`ptq bench --kernels all_reduce`): each way beside its floor and NCCL.
 
-Ranks are processes with a GPU each. A time is that of a call in a replayed CUDA graph of many, with
-parts that no cache holds; each starts when the one ahead has ended; the median of the slowest rank
-counts. "library" is NCCL and the one-GPU kernel after it, "NCCL alone" its sum alone. The floor is
-that of the bytes: a rank receives the parts of its share of the rows, and the results of the rest,
-as fast as a large copy to a peer goes.
+Ranks are processes with a GPU each, in which sums are tested, too (`on_ranks`). A time is that of a
+call in a replayed CUDA graph of many, with parts that no cache holds; each starts when the one
+ahead has ended; the median of the slowest rank counts. "library" is NCCL and the one-GPU kernel
+after it, "NCCL alone" its sum alone. The floor is that of the bytes: a rank receives the parts of
+its share of the rows, and the results of the rest, as fast as a large copy to a peer goes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import queue
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from kernels.bench.case import copies_of, replay
-from kernels.bench.ranks import At, on_ranks
 from kernels.triton.collective import reference
 from kernels.triton.collective.all_reduce import AllReduce
 from kernels.triton.collective.choice import BOUNDS, Way
@@ -38,6 +45,11 @@ KINDS = (  # types of a part and of what comes out
 )
 WAYS: tuple[Way, ...] = ("one_shot", "two_shot", "library")
 ALONE = "NCCL alone"
+SECONDS = 300.0  # after which ranks that have not answered are ended
+STILL = 20.0  # seconds that a rank may be at one thing; a kernel gives up sooner
+START = 120.0  # the same of its start: libraries are read, and connections made
+At = Callable[[str], None]
+"""Says to whoever started the ranks what one is at."""
 
 
 class Effort(NamedTuple):
@@ -258,3 +270,95 @@ def lines(ranks: int, rate: float, rows: list[SumRow], shared: bool) -> Iterator
         size, kind = f"{row.rows} x {row.hidden}", f"{row.part} -> {row.result}"
         yield f"{size:>14} {kind:>20} {row.floor:>8.1f}{cells}"
     yield "- microseconds; * is the way that the engine takes"
+
+
+def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """work(rank, device, at, *arguments) in a process for each rank, in a group of all of them.
+
+    Ranks have a GPU each and NCCL between them, or, where there are fewer GPUs, the first GPU, in
+    turns, and gloo: results are right then, times mean nothing.
+
+    Args:
+        work: A function of a module; its results must be picklable. It calls at(what) with
+            what it is going to do, each time.
+        arguments: Picklable.
+
+    Returns:
+        What each rank's call returned.
+
+    Raises:
+        RuntimeError: a rank failed, ended, was at one thing for longer than `STILL`, or took
+            longer than `SECONDS`; all are ended then.
+    """
+    context = mp.get_context("spawn")
+    with TemporaryDirectory() as folder:
+        answers = context.Queue()
+        common = (count, str(Path(folder) / "ranks"), answers, work, arguments)
+        processes = [context.Process(target=_run, args=(rank, *common)) for rank in range(count)]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(processes, answers)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(processes: list[Any], answers: Any) -> list[Any]:
+    found: dict[int, Any] = {}
+    end = time.monotonic() + SECONDS
+    doing = dict.fromkeys(range(len(processes)), (time.monotonic() + START, "starting"))
+    while len(found) < len(processes):
+        with suppress(queue.Empty):
+            rank, kind, result = answers.get(timeout=0.5)
+            if kind == "failed":
+                raise RuntimeError(f"rank {rank} failed while {doing[rank][1]}:\n{result}")
+            if kind == "at":
+                doing[rank] = time.monotonic() + STILL, result
+            else:
+                found[rank] = result
+        for rank, process in enumerate(processes):
+            if rank not in found and process.exitcode not in (None, 0):
+                raise RuntimeError(f"rank {rank} ended with exit code {process.exitcode}")
+        late = {rank: what for rank, (until, what) in doing.items() if time.monotonic() > until}
+        if late.keys() - found.keys():
+            each = "; ".join(
+                f"rank {rank} has ended" if rank in found else f"rank {rank} is {what}"
+                for rank, (_, what) in doing.items()
+            )
+            raise RuntimeError(f"ranks stand still, for {STILL:g} seconds or more: {each}")
+        if time.monotonic() > end:
+            late = [rank for rank in range(len(processes)) if rank not in found]
+            raise RuntimeError(f"ranks {late} did not answer within {SECONDS:g} seconds")
+    return [found[rank] for rank in range(len(processes))]
+
+
+def _run(
+    rank: int, count: int, store: str, answers: Any, work: Callable[..., Any], arguments: Any
+) -> None:
+    def at(what: str) -> None:
+        answers.put((rank, "at", what))
+
+    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    shared = torch.cuda.device_count() < count
+    device = torch.device("cuda", 0 if shared else rank)
+    try:
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "gloo" if shared else "nccl", init_method=f"file://{store}", rank=rank,
+            world_size=count, device_id=None if shared else device,
+        )  # fmt: skip
+        answers.put((rank, "found", work(rank, device, at, *arguments)))
+    except Exception:  # whoever started the ranks raises it
+        answers.put((rank, "failed", traceback.format_exc()))
+    answers.close()
+    answers.join_thread()
+    time.sleep(SECONDS)  # peers may still use this rank's memory: whoever started it ends it
+
+
+def _end_with(parent: int) -> None:
+    """End this process with the one that started it, whatever it waits for."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

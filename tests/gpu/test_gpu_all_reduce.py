@@ -7,7 +7,7 @@ import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
-    from kernels.bench.ranks import on_ranks
+    from kernels.bench.all_reduce import on_ranks
     from kernels.triton import fused
     from kernels.triton.collective import reference
     from kernels.triton.collective.all_reduce import AllReduce
