@@ -117,8 +117,7 @@ def create_app(client: ServedEngine, settings: ServerSettings) -> FastAPI:
         )
     if settings.root_path:
         app.add_middleware(RootPath, prefix=settings.root_path)
-    logged = {"log_requests": settings.log_requests, "log_texts": settings.log_texts}
-    app.add_middleware(RequestLog, metrics=served.metrics, **logged)  # the outermost
+    app.add_middleware(RequestLog, metrics=served.metrics, settings=settings)  # the outermost
     return app
 
 

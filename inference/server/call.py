@@ -51,16 +51,21 @@ def sampling_params(body: GenerationBody, **more: Any) -> SamplingParams:
     )
 
 
-def beam_params(body: GenerationBody, params: SamplingParams, logprobs: int | None) -> BeamParams:
-    """How beams are searched; arguments as of `sampling_params`, and what that gave.
+def beam_params(
+    body: GenerationBody, params: Sequence[SamplingParams], logprobs: int | None
+) -> list[BeamParams] | None:
+    """How beams are searched for each prompt, if they are; `params` are of `sampling_params`.
 
     Raises:
         RequestError: a value is not allowed; `param` names the field.
     """
+    if body.beam_width is None:
+        return None
     given = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
-    same = params.model_dump(include={"max_tokens", "stop_token_ids", "ignore_eos", "adapter"})
-    same |= {name: value for name, value in given.items() if value is not None}
-    return BeamParams(beam_width=body.beam_width or 1, n=body.n or 1, logprobs=logprobs, **same)
+    own = {name: value for name, value in given.items() if value is not None}
+    own |= {"beam_width": body.beam_width, "n": body.n or 1, "logprobs": logprobs}
+    same = {"max_tokens", "stop_token_ids", "ignore_eos", "adapter"}
+    return [BeamParams(**each.model_dump(include=same), **own) for each in params]
 
 
 @dataclass

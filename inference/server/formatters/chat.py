@@ -95,7 +95,7 @@ async def chat_call(served: ServedModel, body: ChatBody) -> Call:
         constraint=tools and tools.constraint,
         adapter=served.check_model(body.model),
     )
-    beams = None if body.beam_width is None else [beam_params(body, params, top)]
+    beams = beam_params(body, [params], top)
     return Call(served, [prompt], [params], body.stops, n, n, tools, beams)
 
 

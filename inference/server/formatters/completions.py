@@ -122,9 +122,7 @@ async def _read(served: ServedModel, body: CompletionBody) -> tuple[Call, list[s
         "adapter": served.check_model(body.model),
     }
     params = [sampling_params(body, max_tokens=min(most, room), **common) for room in rooms]
-    beams = None
-    if body.beam_width is not None:
-        beams = [beam_params(body, each, body.logprobs) for each in params]
+    beams = beam_params(body, params, body.logprobs)
     silent = body.max_tokens == 0
     call = Call(served, prompts, params, body.stops, n, best_of, beams=beams, silent=silent)
     return call, echoes

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from formats.errors import suggestion
 from inference.server.http.responses import DEFECT, LOG, ApiError, Refusal
 from inference.server.metrics import Metrics
-from inference.server.settings import Limits
+from inference.server.settings import Limits, ServerSettings
 
 OPEN_PATHS = ("/", "/health")  # need no key: the page holds nothing, and says how to give one
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -37,14 +37,11 @@ class RequestLog:
 
     Args:
         metrics: Counts it.
-        log_requests: Log a line a request; what fails is logged in any case.
+        settings: Tell what is logged; what fails is logged in any case.
     """
 
-    def __init__(
-        self, app: ASGIApp, metrics: Metrics, *, log_requests: bool, log_texts: bool
-    ) -> None:
-        self._app, self._metrics = app, metrics
-        self._log, self._log_texts = log_requests, log_texts
+    def __init__(self, app: ASGIApp, metrics: Metrics, settings: ServerSettings) -> None:
+        self._app, self._metrics, self._settings = app, metrics, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
@@ -53,7 +50,7 @@ class RequestLog:
             return
         name, begin, status, first = _request_id(scope), time.perf_counter(), 0, 0.0
         scope.setdefault("state", {})["log"] = {}
-        if self._log_texts:
+        if self._settings.log_texts:
             receive, send = _log_bodies(name, receive, send)
 
         async def send_named(message: Message) -> None:
@@ -78,7 +75,8 @@ class RequestLog:
             # the route's template: clients must not be able to make up names of what is counted
             route = getattr(scope.get("route"), "path", "none")
             self._metrics.answered(scope["method"], route, status, end - begin)
-            if self._log:  # what a client chose, such as the path, cannot make a line of its own
+            if self._settings.log_requests:
+                # what a client chose, such as the path, cannot make a line of its own
                 asked = f"{name} {scope['method']} {repr(scope['path'])[1:-1]} {status}"
                 times = f"first={(first or end) - begin:.4f}s all={end - begin:.4f}s"
                 details = "".join(f" {key}={value}" for key, value in scope["state"]["log"].items())

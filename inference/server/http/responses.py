@@ -77,11 +77,6 @@ class ApiError(Exception):
         fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": fields}
 
-    @property
-    def frame(self) -> bytes:
-        """The error as an event of a stream that has begun."""
-        return b"data: " + json.dumps(self.content).encode() + b"\n\n"
-
 
 def api_error(error: ApiError | PTQError) -> ApiError:
     """The answer for an error of ours; what is no fault of the request tells no internals."""
@@ -222,7 +217,8 @@ class EventStream(StreamingResponse):
             if not isinstance(error, ApiError | PTQError):  # which tells a client no internals
                 LOG.error("a defect ended a stream", exc_info=error)
                 error = ApiError(500, DEFECT)
-            await self._write(send, api_error(error).frame)
+            told = json.dumps(api_error(error).content)
+            await self._write(send, f"data: {told}\n\n".encode())
         await self._write(send, self._done, more=False)
 
     async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
