@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import cycle, groupby, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,7 +106,7 @@ def run_once(engine: Engine, load: Load) -> Run:
         EngineError: a request did not end as it should.
     """
     before = DraftCounts.of(engine.speculation)
-    waves = [ask(engine, load)] if load.task is None else ask_task(engine, load, load.task)
+    waves = ask(engine, load)
     outputs = [output for wave in waves for output in wave]
     prefill, decode, tokens = map(sum, zip(*map(_times, waves), strict=True))
     return Run(
@@ -119,58 +120,48 @@ def run_once(engine: Engine, load: Load) -> Run:
     )
 
 
-def ask(engine: Engine, load: Load) -> list[RequestOutput]:
-    """The answers to a load's requests, which take turns with the engine's adapters, if any.
+def ask(engine: Engine, load: Load) -> list[list[RequestOutput]]:
+    """The answers to a load's requests, by those that ran at once.
 
-    Raises:
-        RequestError: the engine cannot hold them all at once.
-        EngineError: one did not end as it should.
-    """
-    _check_room(engine, load)
-    shape = (load.batch, load.prompt_tokens)
-    generator = torch.Generator().manual_seed(SEED)
-    prompts = torch.randint(engine.model.config.vocab_size, shape, generator=generator).tolist()
-    bias = () if load.token is None else ((load.token, STRONG),)
-    params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True, logit_bias=bias)
-    names = list(engine.adapters) or [None]
-    each = [params.model_copy(update={"adapter": names[i % len(names)]}) for i in range(load.batch)]
-    return _complete(engine.generate(prompts, each), [load.new_tokens] * load.batch)
-
-
-def ask_task(engine: Engine, load: Load, task: Task) -> list[list[RequestOutput]]:
-    """The answers to a task's requests, by those that ran at once.
+    Requests take turns with the engine's adapters, if any.
 
     Raises:
         RequestError: the engine cannot hold so many at once, or outputs are to be forced where
             they cannot be.
+        EngineError: one did not end as it should.
     """
     _check_room(engine, load)
-    waves, prompts = list[list[RequestOutput]](), task.prompts
-    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in task.lengths]
-    texts = [(*prompt, *out) for prompt, out in zip(prompts, task.outputs or (), strict=False)]
+    if load.task is None:
+        shape, draw = (load.batch, load.prompt_tokens), torch.Generator().manual_seed(SEED)
+        prompts = torch.randint(engine.model.config.vocab_size, shape, generator=draw).tolist()
+        lengths, wanted = (load.new_tokens,) * load.batch, None
+    else:
+        prompts, lengths, wanted = load.task.prompts, load.task.lengths, load.task.outputs
+    same: dict[str, Any] = {"ignore_eos": True}
+    same |= {} if load.token is None else {"logit_bias": {load.token: STRONG}}
+    adapters = cycle(list(engine.adapters) or [None])
+    params = [SamplingParams(max_tokens=n, adapter=next(adapters), **same) for n in lengths]
+    texts = [(*prompt, *out) for prompt, out in zip(prompts, wanted or (), strict=False)]
+    waves = list[list[RequestOutput]]()
     with forced(engine, texts) if texts else nullcontext():
         for i in range(0, len(prompts), load.batch):
             own = slice(i, i + load.batch)
-            outputs = _complete(engine.generate(prompts[own], params[own]), task.lengths[own])
-            if task.outputs and [tuple(o.token_ids) for o in outputs] != [*task.outputs[own]]:
+            outputs = engine.generate(prompts[own], params[own])
+            _check_ends(outputs, lengths[own])
+            if wanted and tuple(tuple(output.token_ids) for output in outputs) != wanted[own]:
                 raise EngineError("a request went on otherwise than as it was forced to")
             waves.append(outputs)
     return waves
 
 
-def _complete(outputs: list[RequestOutput], lengths: Sequence[int]) -> list[RequestOutput]:
-    """Outputs that are as long as was asked.
-
-    Raises:
-        EngineError: one is not.
-    """
+def _check_ends(outputs: list[RequestOutput], lengths: Sequence[int]) -> None:
+    """Raise EngineError unless outputs are as long as was asked."""
     for output, length in zip(outputs, lengths, strict=True):
         if output.finish_reason != "length" or len(output.token_ids) != length:
             raise EngineError(
                 f"a request of {length} new tokens ended with {len(output.token_ids)} "
                 f"({output.error or output.finish_reason}); speed cannot be told from it"
             )
-    return outputs
 
 
 def _times(outputs: Sequence[RequestOutput]) -> tuple[float, float, int]:

@@ -88,7 +88,7 @@ def test_a_chat_runs_with_it(tiny_llama, engine, both, tmp_path, monkeypatch, ca
 @pytest.mark.usefixtures("engines_here")
 def test_a_bench_takes_turns_with_them(tiny_llama, engine, both, capsys):
     load = Load(batch=4, prompt_tokens=8, new_tokens=4)
-    found = ask(engine, load)
+    [found] = ask(engine, load)
     for output, adapter in zip(found, ("sql", "poet", "sql", "poet"), strict=True):
         params = SamplingParams(max_tokens=4, ignore_eos=True, adapter=adapter)
         assert engine.generate([output.prompt_token_ids], params)[0].token_ids == output.token_ids

@@ -158,10 +158,10 @@ def test_faked_drafts_come_as_often_as_is_asked(tiny_llama, acceptance, depth):
     config = EngineConfig(max_batch_size=3, max_model_len=512, prefix_cache=False)
     runner = Engine.from_pretrained(tiny_llama, config=config)
     load = Load(batch=3, prompt_tokens=9, new_tokens=240, token=TOKEN)
-    wanted = [output.token_ids for output in ask(runner, load)]
+    wanted = [output.token_ids for output in ask(runner, load)[0]]
     assert wanted == [[TOKEN] * 240] * 3
     runner.speculate_by(Oracle(TOKEN, p), depth)
-    assert [output.token_ids for output in ask(runner, load)] == wanted
+    assert [output.token_ids for output in ask(runner, load)[0]] == wanted
     found = run_once(runner, load).drafts
     assert found.tokens_per_step == pytest.approx(acceptance, rel=0.12)
 

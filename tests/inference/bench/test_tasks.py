@@ -13,7 +13,7 @@ from formats.command import run_command
 from formats.errors import EngineError, RequestError
 from formats.tokenizer import load_tokenizer
 from inference.bench import command as bench
-from inference.bench.load import Load, ask_task, run_once
+from inference.bench.load import Load, ask, run_once
 from inference.bench.tasks import (
     MODULES,
     NOTES,
@@ -137,7 +137,7 @@ def load_of(task: Task, batch: int = 2) -> Load:
 def test_outputs_are_forced_whatever_is_drafted(tiny_llama, editing, method, config):
     runner = engine(tiny_llama, method, **config)
     forward = runner.loop.forward
-    waves = ask_task(runner, load_of(editing), editing)
+    waves = ask(runner, load_of(editing))
     assert [len(wave) for wave in waves] == [2, 1]
     found = [tuple(output.token_ids) for wave in waves for output in wave]
     assert found == [*(editing.outputs or ())]
@@ -167,7 +167,7 @@ def test_texts_that_begin_alike_or_go_on_elsewhere_are_not_forced(tiny_llama):
     task = Task(name="editing", prompts=((5, 6), (7, 8)), lengths=(2, 2), outputs=((7, 8), (9, 10)))
     runner.loop = object()  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(RequestError, match="forced on the host"):
-        ask_task(runner, load_of(task), task)
+        ask(runner, load_of(task))
 
 
 @pytest.mark.usefixtures("engines_here")
