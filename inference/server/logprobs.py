@@ -12,6 +12,7 @@ import codecs
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -29,7 +30,7 @@ class TokenTexts:
         self._byte_level = '"ByteLevel"' in json.dumps(parts)
         self._alphabet = {char: byte for byte, char in bytes_to_unicode().items()}  # GPT-2's
         self._special = {int(token) for token in tokenizer.all_special_ids}
-        self._made: dict[int, tuple[bytes, str]] = {}
+        self._of = cache(self._spelled)
 
     def bytes(self, token: int) -> bytes:
         """Its bytes."""
@@ -43,15 +44,12 @@ class TokenTexts:
         """The bytes that it adds to a text: none where it is a special token."""
         return b"" if token in self._special else self._of(token)[0]
 
-    def _of(self, token: int) -> tuple[bytes, str]:
-        if token not in self._made:
-            data = self._read(token)
-            try:
-                text = data.decode()
-            except UnicodeDecodeError:
-                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-            self._made[token] = data, text
-        return self._made[token]
+    def _spelled(self, token: int) -> tuple[bytes, str]:
+        data = self._read(token)
+        try:
+            return data, data.decode()
+        except UnicodeDecodeError:
+            return data, "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _read(self, token: int) -> bytes:
         piece = self._tokenizer.convert_ids_to_tokens(token)

@@ -67,7 +67,7 @@ class Delta:
         self.accepted += later.accepted
 
 
-class AnswerText:
+class AnswerText(Detokenizer):
     """The text of one request's tokens, the same as `Engine.generate` gives.
 
     Args:
@@ -84,39 +84,37 @@ class AnswerText:
         min_tokens: int = 0,
         ends: Container[int] | None = None,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, stop)
+        super().__init__(tokenizer, stop)
         self._min_tokens, self._ends = min_tokens, ends
-        self._made = 0  # tokens so far
-        self._given = 0  # pieces of the text that were returned
+        self._made = self._given = 0  # tokens so far; pieces of the text that were returned
 
     def read(self, delta: Delta) -> bool:
         """Add the new text to `delta`; whether a stop text ended the answer before the engine."""
         stopped = self._take_tokens(delta)
         # A stop text may cut accepted drafts off; a step's last token is no draft.
         delta.accepted = min(delta.accepted, len(delta.token_ids))
-        pieces = self._detokenizer.pieces
-        delta.text = "".join(pieces[self._given :])
-        self._given = len(pieces)
+        delta.text = "".join(self.pieces[self._given :])
+        self._given = len(self.pieces)
         return stopped
 
     def _take_tokens(self, delta: Delta) -> bool:
-        detokenizer, reason = self._detokenizer, delta.finish_reason
+        reason = delta.finish_reason
         ended = reason == "stop"  # the engine looks for no stop text
         last = len(delta.token_ids) - 1
         for index, token in enumerate(delta.token_ids):
             self._made += 1
             if ended and index == last and (self._ends is None or token in self._ends):
                 break
-            detokenizer.add(token)
-            if detokenizer.stopped and self._made >= self._min_tokens:
+            self.add(token)
+            if self.stopped and self._made >= self._min_tokens:
                 del delta.token_ids[index + 1 :]
                 if delta.logprobs is not None:
                     del delta.logprobs[index + 1 :]
                 delta.finish_reason, delta.error = "stop", None
                 return True
         if reason is not None:
-            detokenizer.finish()
-            if detokenizer.stopped and reason == "length":
+            self.finish()
+            if self.stopped and reason == "length":
                 delta.finish_reason = "stop"  # what was held back completed a stop text
         return False
 

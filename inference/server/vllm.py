@@ -179,7 +179,9 @@ def _of_shards(config: ConfigFile, shards: Shards) -> Iterator[str]:
         yield f"it has {heads} attention heads, which {option} does not divide"
     head_size = model.get("head_dim") or model.get("hidden_size", 0) // heads
     inputs = {"o_proj": heads * head_size, "down_proj": model.get("intermediate_size")}
-    for size in {_group_size(_weights(group)) for group in _groups(config)} - {None}:
+    weights = [_weights(group) for group in _groups(config)]  # blocks share scales as groups do
+    sizes = {BLOCK if w.get("strategy") == "block" else w.get("group_size") for w in weights}
+    for size in sizes - {None}:
         for name, width in inputs.items():
             if isinstance(width, int) and (width % ranks or width // ranks % (size or 1)):
                 yield (
@@ -191,11 +193,6 @@ def _of_shards(config: ConfigFile, shards: Shards) -> Iterator[str]:
 
 def _weights(group: Mapping[str, Any]) -> Mapping[str, Any]:
     return group.get("weights") or {}
-
-
-def _group_size(weights: Mapping[str, Any]) -> int | None:
-    """Inputs that share a scale; None where all do."""
-    return BLOCK if weights.get("strategy") == "block" else weights.get("group_size")
 
 
 def _of_family(config: ConfigFile) -> Iterator[str]:
