@@ -125,18 +125,8 @@ class EngineLoop:
                 ended.append((name, reason, output.error))
             else:  # found out only after it was taken
                 self._channel.send(messages.Refused(name, output.error or "", output.param))
-        return messages.Step(
-            names=list(result.names),
-            tokens=list(result.tokens),
-            logprobs=[(name, dict(found)) for name, found in result.logprobs],
-            prompt_logprobs={
-                name: [None if of_one is None else dict(of_one) for of_one in found]
-                for name, found in result.prompt_logprobs.items()
-            },
-            drafts=list(result.drafts),
-            ended=ended,
-            stats=self._stats(),
-        )
+        gained = result.names, result.tokens, result.logprobs, result.prompt_logprobs
+        return messages.Step(*gained, drafts=result.drafts, ended=ended, stats=self._stats())
 
     def _fail(self, error: EngineError) -> None:
         """A step failed, and all requests with it; raise the error where it is the last."""
