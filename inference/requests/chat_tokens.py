@@ -228,9 +228,7 @@ def _pattern(begun: Mapping[str, Any]) -> str:
 @cache
 def _folds() -> dict[int, str]:
     """Characters as a template or a tokenizer may come to write them: compatible, in lower case."""
-    made = dict.fromkeys(
-        range(0xD800, 0xE000), "?"
-    )  # halves of pairs are refused where they matter
+    made = dict.fromkeys(range(0xD800, 0xE000), "?")  # halves of pairs, refused where they matter
     made[ord("\u2581")] = " "  # SentencePiece's space
     for code in (code for codes in FOLDED for code in codes):
         plain = unicodedata.normalize("NFKC", chr(code)).casefold()

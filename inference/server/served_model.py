@@ -65,19 +65,16 @@ def check_variables(given: Mapping[str, Any], known: frozenset[str]) -> None:
             )
 
 
-def check_used(
-    render: Callable[[Chat], str], messages: Sequence[Mapping[str, Any]], text: str
-) -> None:
+def check_used(render: Callable[[Chat], str], chat: Chat, text: str) -> None:
     """Check that a template writes what messages hold.
 
     Args:
         render: Gives the text of a chat; raises ValueError where the template refuses it.
-        messages: The chat, as templates take it.
+        chat: As templates take it.
 
     Raises:
         RequestError: it leaves a field out, which is named.
     """
-    chat = [dict(message) for message in messages]
     places = [*_unseen(chat, text), *_named(chat)]
     if not places:
         return

@@ -83,22 +83,23 @@ KINDS = (
 )
 
 
+def _random(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Random numbers of a cache; uint8 stands for two int4."""
+    if dtype == torch.uint8:
+        return torch.randint(0, 256, shape, dtype=dtype, device="cuda")
+    integers = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
+    return integers.to(dtype) if dtype.itemsize == 1 else integers.to(dtype).mul_(0.015)
+
+
 def cache(
     pages: int, dtype: torch.dtype, per_token: bool, copies: int, kind: Kind = LLAMA,
     keys: torch.dtype | None = None,
 ) -> list[KVPool]:  # fmt: skip
-    """Copies of a pool, random, that share their scales; uint8 stands for two int4."""
+    """Copies of a pool, random, that share their scales; types as of `_random`."""
     heads, dim, keys = kind.kv_heads, kind.dim, keys or dtype
-
-    def random(dtype: torch.dtype, *shape: int) -> Tensor:
-        if dtype == torch.uint8:
-            return torch.randint(0, 256, shape, dtype=dtype, device="cuda")
-        integers = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
-        return integers.to(dtype) if dtype.itemsize == 1 else integers.to(dtype).mul_(0.015)
-
     of_k, of_v = (dim // 2 if held == torch.uint8 else dim for held in (keys, dtype))
     pools = [
-        (random(keys, pages, heads, 64, of_k), random(dtype, pages, heads, of_v, 64))
+        (_random(keys, pages, heads, 64, of_k), _random(dtype, pages, heads, of_v, 64))
         for _ in range(copies)
     ]
     if dtype.itemsize == 2:
@@ -204,14 +205,9 @@ def _last(inputs: AttentionInputs, count: int) -> AttentionInputs:
 
 def latent_cache(pages: int, dtype: torch.dtype, copies: int) -> list[KVPool]:
     """Copies of a pool of latents, random, that share their scales."""
-
-    def random(size: int) -> Tensor:
-        shape = (pages, 1, 64, size)
-        integers = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
-        return integers if dtype == torch.int8 else integers.to(dtype).mul_(0.015)
-
     scales = [torch.rand(1, size, device="cuda") * 0.01 + 0.01 for size in (TURN, RANK)]
-    pools = [KVPool(random(TURN), random(RANK)) for _ in range(copies)]
+    turned, own = ((pages, 1, 64, size) for size in (TURN, RANK))
+    pools = [KVPool(_random(dtype, *turned), _random(dtype, *own)) for _ in range(copies)]
     if dtype != torch.int8:
         return pools
     return [replace(pool, k_scale=scales[0], v_scale=scales[1]) for pool in pools]

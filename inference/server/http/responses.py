@@ -84,10 +84,7 @@ def api_error(error: ApiError | PTQError) -> ApiError:
         return error
     if isinstance(error, Overloaded):
         seconds = error.retry_after
-        headers = {
-            "Retry-After": str(max(1, round(seconds))),
-            "Retry-After-Ms": str(max(1, round(seconds * 1000))),
-        }
+        headers = {"Retry-After": f"{seconds}", "Retry-After-Ms": f"{seconds * 1000}"}
         return ApiError(429, str(error), code="queue_full", headers=headers)
     if isinstance(error, Unavailable):
         return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "5"})

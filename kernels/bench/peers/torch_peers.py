@@ -116,13 +116,9 @@ def int8_pack_mm(shape: Gemm, device: torch.device) -> Calls:
     q = integers((shape.outputs, shape.inputs), 8, device)
     weights = rotated(q)
     scale = (torch.rand(shape.outputs, device=device) * 0.01).to(BF16)
-    x = _floats(shape, device)
-
-    def call(i: int) -> Tensor:
-        return torch.ops.aten._weight_int8pack_mm(x.to(BF16), weights[i], scale)
-
+    x, op = _floats(shape, device), torch.ops.aten._weight_int8pack_mm
     few = q[:CHECKED].double() * scale[:CHECKED, None].double()
-    return _calls(call, weights, x, few)
+    return _calls(lambda i: op(x.to(BF16), weights[i], scale), weights, x, few)
 
 
 def int_mm(shape: Gemm, device: torch.device) -> Calls:

@@ -14,12 +14,9 @@ class Model:
     def __init__(self, job: Any) -> None:
         torch.set_num_threads(job.threads)
         self._model = job.random_model(job.format).eval()
-        config, size = self._model.config, self._model.dtype.itemsize
-        heads = config.num_key_value_heads or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.kv_bytes_per_token = 2 * config.num_hidden_layers * heads * dim * size
+        self.kv_bytes_per_token = job.kv_elements * self._model.dtype.itemsize
         self.weight_bytes = sum(parameter.nbytes for parameter in self._model.parameters())
-        attention = config._attn_implementation
+        attention = self._model.config._attn_implementation
         self.note = f"torch {torch.__version__}, eager, {attention}, {job.threads} threads"
 
     @torch.inference_mode()
