@@ -6,8 +6,6 @@ The floor of their decode is what the cache holds of the sequences, read once: 5
 int8, 1152 in 16 bits.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -3,9 +3,6 @@
 Weights of experts are those of a gpt-oss-20b in MXFP4: 32 experts, 4 of which each token goes to.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """Fused ops on rows on a GPU, and sampling, for benchmarks; see `kernels.bench.case`."""
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
 from __future__ import annotations
 
 from collections.abc import Iterator

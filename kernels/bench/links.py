@@ -13,8 +13,7 @@ floors is in the other families' tables: memory stands idle from the end of one 
 has enough reads under way, which is more than the link alone.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 from __future__ import annotations
 
 import argparse

@@ -4,7 +4,6 @@ Every candidate is checked against its twin, then timed as `kernels.bench.case` 
 table has for other families or shapes is kept.
 """
 
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
