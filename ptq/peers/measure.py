@@ -24,7 +24,7 @@ from formats.command import bar
 from formats.errors import EngineError
 from formats.scheme import Strict
 from inference.accuracy import Accuracy, Scorer, compare
-from inference.bench.peers.process import PeerProcess
+from inference.bench.peers.process import PeerProcess, installed
 from ptq.output import PEER_LOGS
 from ptq.plan.plan import ModelSummary
 from ptq.recipe.peers import PeerChoice
@@ -141,7 +141,7 @@ def _measure(
     spec, version = choice.spec, None
     found: dict[str, Any] = {}
     try:
-        version = spec.version(choice.interpreter)
+        version = installed(choice.interpreter, [spec.package])[spec.package]
         with process:
             found |= process.answer()  # its seconds and memory
             accuracy = compare(original, SentLogits(process), sequences)

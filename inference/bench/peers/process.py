@@ -53,16 +53,8 @@ class PeerSpec:
         """All that its interpreter must have."""
         return (*self.needs, self.package)
 
-    def version(self, python: str) -> str | None:
-        """The version of its package that an interpreter has, if any.
-
-        Raises:
-            EngineError: it cannot be started, or is no Python.
-        """
-        return installed(python, [self.package])[self.package]
-
     def missing(self, python: str) -> list[str]:
-        """Distributions that an interpreter lacks; errors as of `version`."""
+        """Distributions that an interpreter lacks; errors as of `installed`."""
         versions = installed(python, self.distributions)
         return [name for name, version in versions.items() if version is None]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.errors import EngineError, RequestError
 from formats.scheme import LayerScheme
-from inference.bench.peers.process import PeerProcess, PeerSpec, threads
+from inference.bench.peers.process import PeerProcess, PeerSpec, installed, threads
 
 if TYPE_CHECKING:
     from inference.bench.load import Load, Run
@@ -93,14 +93,14 @@ class RuntimeChoice:
         Raises:
             EngineError: its interpreter is none, or lacks something.
         """
-        missing = self.spec.missing(self.python)
-        if missing:
+        versions = installed(self.python, self.spec.distributions)
+        if missing := [name for name, version in versions.items() if version is None]:
             raise EngineError(
                 f"{self.name} needs {', '.join(missing)}, which {self.python} does not have; "
                 f"install with `{self.python} -m pip install {' '.join(missing)}`, or name the "
                 f"interpreter of an environment that has it: --peer {self.name}=PYTHON"
             )
-        return str(self.spec.version(self.python))
+        return str(versions[self.spec.package])
 
 
 def read_choices(
