@@ -127,8 +127,7 @@ class EngineClient:
         """
         if params.stop:
             params = params.model_copy(update={"stop": ()})
-        self._admit(prompt, params.stop_token_ids)
-        name = next(self._names)
+        name = self._admit(prompt, params.stop_token_ids)
         stream = DeltaStream(name, self._cancelled)
         self.requests.add(name, len(prompt), stream, new_tokens)
         self._send(messages.Submit(name, list(prompt), params))
@@ -143,8 +142,7 @@ class EngineClient:
             RequestError, Overloaded, Unavailable: as `submit`.
             EngineError: the engine failed at it.
         """
-        self._admit(prompt, params.stop_token_ids)
-        name = next(self._names)
+        name = self._admit(prompt, params.stop_token_ids)
         self._answers[name] = done = asyncio.get_running_loop().create_future()
         self.requests.add(name, len(prompt), None, new_tokens)
         self._send(messages.Submit(name, list(prompt), params))
@@ -235,8 +233,8 @@ class EngineClient:
             raise Unavailable(f"the engine is dead: {self.reason}")
         return self.info
 
-    def _admit(self, prompt: Sequence[int], ends: Sequence[int]) -> None:
-        """Raise unless one more request may wait."""
+    def _admit(self, prompt: Sequence[int], ends: Sequence[int]) -> str:
+        """A name for one more request; raise unless it may wait."""
         self.check(prompt)
         check_tokens(ends, self.info.vocab_size, "stop_token_ids")
         found = self.requests.full(len(prompt), self.info.max_batch_size)
@@ -244,6 +242,7 @@ class EngineClient:
             self.measures.overloaded += 1
             seconds = self.requests.seconds_to_wait()
             raise Overloaded(f"the queue is full: {found}. Try again in {seconds} s", seconds)
+        return next(self._names)
 
     def _cancelled(self, name: str, reason: FinishReason) -> None:
         """A reader left, or has what it wants."""

@@ -24,6 +24,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from inference.beam_search import BeamParams, Hypothesis
 from inference.requests.request import SamplingParams
@@ -50,7 +51,6 @@ class EngineFleet:
 
     def __init__(self, engines: Sequence[EngineClient], *, prefix_cache: bool = True) -> None:
         self.engines, self._prefix_cache = tuple(engines), prefix_cache
-        self._info: EngineInfo | None = None
         self._routes: Router | None = None
         self._setting = asyncio.Lock()  # of adapters: one change after the other
 
@@ -79,25 +79,23 @@ class EngineFleet:
             if engine.state == "dead"
         ]
 
-    @property
+    @cached_property
     def info(self) -> EngineInfo:
         """What they are together: places and blocks are summed.
 
         Raises:
             Unavailable: they are loading.
         """
-        if self._info is None:
-            each = [engine.info for engine in self.engines]
-            device = ", ".join(one.device for one in each)
-            if len({one.device for one in each}) < len(each):
-                device = f"{len(each)} x {each[0].device}"
-            self._info = replace(
-                each[0],
-                max_batch_size=sum(one.max_batch_size for one in each),
-                kv_blocks=sum(one.kv_blocks for one in each),
-                device=device,  # such as `cuda:0, cuda:1` or `2 x cpu`
-            )
-        return self._info
+        each = [engine.info for engine in self.engines]
+        device = ", ".join(one.device for one in each)
+        if len({one.device for one in each}) < len(each):
+            device = f"{len(each)} x {each[0].device}"
+        return replace(
+            each[0],
+            max_batch_size=sum(one.max_batch_size for one in each),
+            kv_blocks=sum(one.kv_blocks for one in each),
+            device=device,  # such as `cuda:0, cuda:1` or `2 x cpu`
+        )
 
     @property
     def adapters(self) -> Mapping[str, str]:

@@ -127,7 +127,8 @@ def attention(
     wanted = twins.decode_attention(q, each[0])
     packed = dtype == torch.uint8
     own = kv_split(q.device, sequences, heads, context // 64, scale_kind(pools[0]), dim, packed)
-    shared = (max(1, own.splits * own.warps // 4), own.splits)
+    splits = dict.fromkeys((max(1, own.splits * own.warps // 4), own.splits))
+    plain = tuple(KVSplit(4, count, 3) for count in splits)
     held = name if dtype.itemsize == 2 else f"{name} {'per token' if per_token else 'per head'}"
     return BenchCase(
         f"{_title('attention', kind)} {held} ({sequences}, {context})",
@@ -137,9 +138,7 @@ def attention(
         ),
         lambda i, split: decode_attention(q, each[i], workspace, split=split), copies, nbytes,
         lambda y: relative(y, wanted), 4e-3,
-        twins=()
-        if own.stages or kind.name
-        else tuple(KVSplit(4, n, 3) for n in dict.fromkeys(shared)),
+        twins=() if own.stages or kind.name else plain,
     )  # fmt: skip
 
 

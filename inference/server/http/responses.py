@@ -214,8 +214,8 @@ class EventStream(StreamingResponse):
             if not isinstance(error, ApiError | PTQError):  # which tells a client no internals
                 LOG.error("a defect ended a stream", exc_info=error)
                 error = ApiError(500, DEFECT)
-            told = json.dumps(api_error(error).content)
-            await self._write(send, f"data: {told}\n\n".encode())
+            content = json.dumps(api_error(error).content)
+            await self._write(send, f"data: {content}\n\n".encode())
         await self._write(send, self._done, more=False)
 
     async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
