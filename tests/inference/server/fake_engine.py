@@ -104,12 +104,8 @@ class FakeEngine:
     @property
     def aborted(self) -> list[str]:
         """Names that the client aborted."""
-        return [
-            name
-            for message in self.sent
-            if isinstance(message, messages.Abort)
-            for name in message.names
-        ]
+        ends = [message for message in self.sent if isinstance(message, messages.Abort)]
+        return [name for message in ends for name in message.names]
 
     @property
     def running(self) -> list[str]:

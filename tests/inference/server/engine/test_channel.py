@@ -7,35 +7,26 @@ import time
 
 import pytest
 
-from inference.server.messages import (
-    Abort,
-    Channel,
-    EngineStats,
-    Failed,
-    HttpGone,
-    Step,
-    Unframer,
-    frame,
-)
+from inference.server import messages as wire
 
 
 @pytest.fixture
 def ends():
     engine, http = socket.socketpair()
     with engine, http:
-        yield Channel(engine), http
+        yield wire.Channel(engine), http
 
 
-def step(number: int, size: int = 200) -> Step:
+def step(number: int, size: int = 200) -> wire.Step:
     names = [f"r{i}" for i in range(size)]
-    stats, drafts = EngineStats(running=number), [("r7", number, 1)]
-    return Step(names, [number] * size, drafts=drafts, stats=stats)
+    stats, drafts = wire.EngineStats(running=number), [("r7", number, 1)]
+    return wire.Step(names, [number] * size, drafts=drafts, stats=stats)
 
 
 def test_messages_come_whole_from_any_parts(ends):
     channel, http = ends
-    messages = [Abort([f"r{i}" * 50]) for i in range(20)]
-    data = b"".join(map(frame, messages))
+    messages = [wire.Abort([f"r{i}" * 50]) for i in range(20)]
+    data = b"".join(map(wire.frame, messages))
 
     def trickle() -> None:
         for i in range(0, len(data), 37):
@@ -56,10 +47,10 @@ def test_sending_never_waits_and_nothing_is_lost_or_out_of_order(ends):
     for number in range(3000):
         channel.send(step(number))
     assert time.perf_counter() - start < 3
-    channel.send(Failed(["r0"], "then this"))
+    channel.send(wire.Failed(["r0"], "then this"))
     channel.send(step(3000))
 
-    unframer, found = Unframer(), []
+    unframer, found = wire.Unframer(), []
     http.setblocking(False)
     while not found or found[-1].tokens[-1] != 3000:
         while True:
@@ -73,7 +64,7 @@ def test_sending_never_waits_and_nothing_is_lost_or_out_of_order(ends):
     assert kinds.count("Failed") == 1
     assert kinds[-2:] == ["Failed", "Step"]
     assert len(kinds) < 300
-    steps = [message for message in found if isinstance(message, Step)]
+    steps = [message for message in found if isinstance(message, wire.Step)]
     tokens = [t for one in steps for n, t in zip(one.names, one.tokens, strict=True) if n == "r7"]
     assert tokens == list(range(3001))
     assert [own for one in steps for own in one.drafts] == [("r7", n, 1) for n in range(3001)]
@@ -87,10 +78,10 @@ def test_waiting_for_messages_sends_what_waits(ends):
         channel.send(step(number))
     waiting = threading.Thread(target=lambda: channel.receive(wait=True))
     waiting.start()
-    unframer, found = Unframer(), []
+    unframer, found = wire.Unframer(), []
     while not found or found[-1].tokens[-1] != 1999:
         found += unframer.feed(http.recv(2**20))
-    http.sendall(frame(Abort([])))
+    http.sendall(wire.frame(wire.Abort([])))
     waiting.join(5)
     assert not waiting.is_alive()
 
@@ -98,11 +89,11 @@ def test_waiting_for_messages_sends_what_waits(ends):
 def test_the_last_message_is_sent_before_the_end(ends):
     channel, http = ends
     channel.send(step(1))
-    channel.close(Failed(["r1"], "the end"), seconds=1)
+    channel.close(wire.Failed(["r1"], "the end"), seconds=1)
     data = b""
     while part := http.recv(2**16):
         data += part
-    assert [type(m).__name__ for m in Unframer().feed(data)] == ["Step", "Failed"]
+    assert [type(m).__name__ for m in wire.Unframer().feed(data)] == ["Step", "Failed"]
 
 
 def test_closing_waits_for_no_reader(ends):
@@ -117,9 +108,9 @@ def test_closing_waits_for_no_reader(ends):
 def test_the_end_of_the_other_side_is_noticed(ends):
     channel, http = ends
     http.close()
-    with pytest.raises(HttpGone):
+    with pytest.raises(wire.HttpGone):
         channel.receive(wait=False)
-    with pytest.raises(HttpGone):
+    with pytest.raises(wire.HttpGone):
         channel.send(step(1))
 
 

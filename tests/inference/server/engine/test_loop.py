@@ -11,24 +11,12 @@ from inference.engine import Engine
 from inference.requests.request import RequestOutput, SamplingParams, StepResult
 from inference.scheduling.acceptance import NOT_FINITE
 from inference.scheduling.blocks import KVStats
+from inference.server import messages as wire
 from inference.server.engine import loop as loops
 from inference.server.engine.loop import MOST_FAILURES, EngineLoop
-from inference.server.messages import (
-    Abort,
-    AdapterSet,
-    Channel,
-    EngineInfo,
-    Failed,
-    HttpGone,
-    Refused,
-    SetAdapter,
-    Submit,
-    Unframer,
-    frame,
-)
 from inference.speculate.methods.ngram import NGramProposer
 
-INFO = EngineInfo(max_model_len=64, max_positions=64, vocab_size=99, max_batch_size=4)
+INFO = wire.EngineInfo(max_model_len=64, max_positions=64, vocab_size=99, max_batch_size=4)
 Action = Callable[[list[str]], StepResult]
 
 
@@ -44,7 +32,7 @@ class ScriptedEngine:
     @property
     def has_unfinished(self) -> bool:
         if not self.script:
-            raise HttpGone
+            raise wire.HttpGone
         return True
 
     @property
@@ -124,25 +112,25 @@ class Http:
 
     def send(self, *messages) -> None:
         for message in messages:
-            self._end.sendall(frame(message))
+            self._end.sendall(wire.frame(message))
 
     def drive(self, *script: Action) -> tuple[list, BaseException, ScriptedEngine]:
         """Run a loop through a script; gives what it sent, how it ended, and the engine."""
-        engine, channel = ScriptedEngine(*script), Channel(self._engine_end)
+        engine, channel = ScriptedEngine(*script), wire.Channel(self._engine_end)
         try:
             EngineLoop(engine, channel).run()
-        except (HttpGone, EngineError) as error:
+        except (wire.HttpGone, EngineError) as error:
             channel.close(None, 1)
             data = b""
             while part := self._end.recv(2**16):
                 data += part
-            sent = list(Unframer().feed(data))
-            assert isinstance(sent.pop(0), EngineInfo)
+            sent = list(wire.Unframer().feed(data))
+            assert isinstance(sent.pop(0), wire.EngineInfo)
             return sent, error, engine
 
 
-def submit(name: str, prompt: int = 1) -> Submit:
-    return Submit(name, [prompt], SamplingParams())
+def submit(name: str, prompt: int = 1) -> wire.Submit:
+    return wire.Submit(name, [prompt], SamplingParams())
 
 
 def of_kind(sent: list, kind: type) -> list:
@@ -152,7 +140,7 @@ def of_kind(sent: list, kind: type) -> list:
 def test_a_step_is_one_message(http):
     http.send(submit("a"), submit("b"))
     sent, error, _ = http.drive(tokens, ends("a"), tokens)
-    assert isinstance(error, HttpGone)
+    assert isinstance(error, wire.HttpGone)
     assert [(m.names, m.tokens) for m in sent] == [(["a", "b"], [7, 7]), (["a"], [7]), (["b"], [7])]
     assert [m.ended for m in sent] == [[], [("a", "length", None)], []]
     assert [m.stats.running for m in sent] == [2, 1, 1]
@@ -183,7 +171,7 @@ def test_a_step_that_gave_nothing_is_no_message(http):
 
 def test_an_abort_comes_before_the_next_step(http):
     def leave(names: list[str]) -> StepResult:
-        http.send(Abort(["a", "never heard of"]))
+        http.send(wire.Abort(["a", "never heard of"]))
         return tokens(names)
 
     http.send(submit("a"), submit("b"))
@@ -196,23 +184,25 @@ def test_an_abort_comes_before_the_next_step(http):
 def test_what_the_engine_refuses_is_told_with_the_field(http):
     http.send(submit("a", 98), submit("b"))
     sent, _, _ = http.drive(tokens)
-    assert sent[0] == Refused("a", "constraint: no such grammar", "response_format")
+    assert sent[0] == wire.Refused("a", "constraint: no such grammar", "response_format")
     assert sent[1].names == ["b"]
 
 
 def test_adapters_are_set_between_steps_and_what_the_engine_says_of_them_is_told(http):
     def later(names: list[str]) -> StepResult:
-        http.send(SetAdapter("c", "none", None), SetAdapter("d", "sql", None))
+        http.send(wire.SetAdapter("c", "none", None), wire.SetAdapter("d", "sql", None))
         return tokens(names)
 
-    http.send(submit("r"), SetAdapter("a", "sql", "good"), SetAdapter("b", "poet", "damaged"))
+    http.send(
+        submit("r"), wire.SetAdapter("a", "sql", "good"), wire.SetAdapter("b", "poet", "damaged")
+    )
     sent, error, _ = http.drive(later, tokens)
-    assert isinstance(error, HttpGone)
-    assert [message for message in sent if isinstance(message, AdapterSet | Refused)] == [
-        AdapterSet("a", {"sql": "good"}),
-        Refused("b", "damaged: found no adapter_config.json"),
-        Refused("c", "adapter: no such"),
-        AdapterSet("d", {}),
+    assert isinstance(error, wire.HttpGone)
+    assert [message for message in sent if isinstance(message, wire.AdapterSet | wire.Refused)] == [
+        wire.AdapterSet("a", {"sql": "good"}),
+        wire.Refused("b", "damaged: found no adapter_config.json"),
+        wire.Refused("c", "adapter: no such"),
+        wire.AdapterSet("d", {}),
     ]
 
 
@@ -223,8 +213,8 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(http):
 
     http.send(submit("a"), submit("b"))
     sent, error, engine = http.drive(fails("a step failed (KeyError)"), again, tokens)
-    assert isinstance(error, HttpGone)
-    (failed,) = of_kind(sent, Failed)
+    assert isinstance(error, wire.HttpGone)
+    (failed,) = of_kind(sent, wire.Failed)
     assert sorted(failed.names) == ["a", "b"]
     assert failed.message == "a step failed (KeyError)"
     assert sent[-1].names == ["c"]
@@ -237,7 +227,7 @@ def test_failures_in_a_row_are_the_end(http):
     sent, error, _ = http.drive(fails("one"), tokens, *[fails("on and on")] * 9)
     assert f"{MOST_FAILURES} steps in a row failed" in str(error)
     assert "on and on" in str(error)
-    assert len(of_kind(sent, Failed)) == 1 + MOST_FAILURES
+    assert len(of_kind(sent, wire.Failed)) == 1 + MOST_FAILURES
 
 
 @pytest.mark.parametrize(
@@ -247,13 +237,13 @@ def test_a_device_in_error_is_the_end_at_once(http, told):
     http.send(submit("a"))
     sent, error, _ = http.drive(fails(f"a step failed (RuntimeError: {told})"), tokens)
     assert told in str(error)
-    assert of_kind(sent, Failed)[0].names == ["a"]
+    assert of_kind(sent, wire.Failed)[0].names == ["a"]
 
 
 def test_memory_that_ran_out_is_not(http):
     http.send(submit("a"))
     _, error, _ = http.drive(fails("a step failed (CUDA error: out of memory)"), tokens)
-    assert isinstance(error, HttpGone)
+    assert isinstance(error, wire.HttpGone)
 
 
 def test_a_request_without_finite_logits_ends_alone_and_is_counted(http):
@@ -272,7 +262,7 @@ def test_a_fault_of_a_parameter_that_shows_late_is_a_refusal(http):
 
     http.send(submit("a"), submit("b"))
     sent, _, _ = http.drive(refuses, tokens)
-    assert sent[0] == Refused("a", "no such", "constraint")
+    assert sent[0] == wire.Refused("a", "no such", "constraint")
     assert not sent[1].ended
     assert sent[-1].stats.corrupted == 0
 
@@ -287,19 +277,19 @@ def test_an_idle_engine_tells_that_blocks_came_back(http):
         def has_unfinished(self) -> bool:
             self.idle += not self.names
             if self.idle == 3:
-                raise HttpGone
+                raise wire.HttpGone
             return bool(self.names)
 
         def advance(self) -> StepResult:
-            http.send(Abort(["a"]))
+            http.send(wire.Abort(["a"]))
             return tokens(self.names)
 
     http.send(submit("a"))
-    channel = Channel(http._engine_end)
-    with pytest.raises(HttpGone):
+    channel = wire.Channel(http._engine_end)
+    with pytest.raises(wire.HttpGone):
         EngineLoop(Idle(), channel).run()
     channel.close(None, 1)
-    sent = list(Unframer().feed(http._end.recv(2**16)))[1:]
+    sent = list(wire.Unframer().feed(http._end.recv(2**16)))[1:]
     assert [(m.names, m.stats.blocks.used) for m in sent] == [(["a"], 1), ([], 0)]
 
 
@@ -313,7 +303,7 @@ def test_an_idle_engine_that_has_ended_ends_the_loop(http, monkeypatch):
             raise EngineEndedError("rank 1 died")
 
     monkeypatch.setattr("inference.server.engine.loop.LOOK", 0.01)
-    channel = Channel(http._engine_end)
+    channel = wire.Channel(http._engine_end)
     with pytest.raises(EngineEndedError, match="rank 1 died"):
         EngineLoop(Ended(), channel).run()
     channel.close(None, 1)
@@ -324,7 +314,7 @@ def test_a_step_that_ends_the_engine_ends_the_loop(http):
         raise EngineEndedError("rank 1 died")
 
     http.send(submit("a"))
-    channel = Channel(http._engine_end)
+    channel = wire.Channel(http._engine_end)
     with pytest.raises(EngineEndedError, match="rank 1 died"):
         EngineLoop(ScriptedEngine(ends, tokens), channel).run()
     channel.close(None, 1)
