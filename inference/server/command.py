@@ -60,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     template = None if path is None else _read(path, "--chat-template")
     if arguments.engine[0] == "vllm":
         folder = locate_model(arguments.checkpoint, arguments.revision)
-        defaults = parser().parse_args([str(arguments.checkpoint)])
-        start_vllm(arguments, defaults, folder, key, further)
+        start_vllm(arguments, folder, key, further)
     if further:
         raise RequestError(f"-- {' '.join(further)}: of vLLM; add --engine vllm, or leave it out")
     require_extra()

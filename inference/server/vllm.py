@@ -23,6 +23,7 @@ from formats.errors import RequestError
 from formats.families.registry import read_table
 from formats.namespace import ROOT
 from formats.stored.folder import ConfigFile, read_config
+from inference.server.arguments import parser
 
 REPORT = Path("report/report.json")  # beside the checkpoint's folder, in the output of its run
 BLOCK = 128  # of weights in blocks
@@ -57,17 +58,12 @@ class Shards:
 
 
 def start_vllm(
-    arguments: argparse.Namespace,
-    defaults: argparse.Namespace,
-    folder: Path,
-    key: str | None,
-    further: Sequence[str],
+    arguments: argparse.Namespace, folder: Path, key: str | None, further: Sequence[str]
 ) -> NoReturn:
     """Check a checkpoint, print what differs, and become vLLM's server, which then has all signals.
 
     Args:
         arguments: Of `ptq serve`.
-        defaults: The same where nothing is given.
         key: What clients have to show, or None.
         further: Options of `vllm serve`, passed on as they are.
 
@@ -75,10 +71,11 @@ def start_vllm(
         RequestError: vLLM is not installed or cannot serve the checkpoint, or an option is of this
             engine's server.
     """
+    default_of = parser().get_default
     ours = [
         f"--{name.replace('_', '-')}"
         for name, value in vars(arguments).items()
-        if name not in BOTH and value != getattr(defaults, name)
+        if name not in BOTH and value != default_of(name)
     ]
     if ours:
         raise RequestError(
@@ -107,11 +104,11 @@ def shards_of(further: Sequence[str]) -> Shards:
     Raises:
         RequestError: a number of GPUs is none.
     """
-    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
-    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
-    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
+    options = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+    options.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    options.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
     try:
-        found, _ = parser.parse_known_args(further)
+        found, _ = options.parse_known_args(further)
     except argparse.ArgumentError as error:
         raise RequestError(f"options of vLLM: {error}") from error
     return Shards(found.tensor_parallel_size, found.pipeline_parallel_size)
