@@ -20,12 +20,12 @@ SOURCES = {".py", ".cpp", ".h"}
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 104_720,
-    "files of source": 595,
+    "lines of source": 104_550,
+    "files of source": 593,
     "lines of imports, in 1,000 lines of code": 86,
-    "crowded classes": 4,
+    "crowded classes": 3,
     "functions over 60 lines": 20,
-    "files over 400 lines": 8,
+    "files over 400 lines": 6,
     "odd words": 40,
     "lines of tests": 60_115,
 }

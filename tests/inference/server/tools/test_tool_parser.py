@@ -6,12 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from inference.server.tools.parser import (
-    FORMATS,
-    CallDelta,
-    ToolParser,
-    join_deltas,
-)
+from inference.server.tools.parser import FORMATS, CallDelta, ToolParser, join_deltas
 
 DEEP = '{"a": ' * 200
 CASES = {
