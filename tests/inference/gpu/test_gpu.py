@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ from inference.bench.shapes import SHAPES
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
-from inference.gpu import decoder, layers, runner
+from inference.gpu import decoder, execute, layers
 from inference.gpu.backend import TritonBackend
-from inference.gpu.graphs import StepGraphs
+from inference.gpu.graphs import StepGraph, StepGraphs
 from inference.gpu.runner import Launched
 from inference.gpu.sizes import Size
 from inference.requests.request import SamplingParams
@@ -417,6 +417,7 @@ def test_warming_up_goes_on_without_memory_for_prompts(tmp_path):
         asked.append(size)
         if size.prompts:
             raise torch.OutOfMemoryError("full")
+        return StepGraph(Mock(), Mock())
 
     engine = engine_of(path, max_batched_tokens=40)
     engine.loop.runner.graphs.enabled = True
@@ -450,7 +451,7 @@ def test_steps_run_on_the_device_of_their_model(tmp_path):
     """Triton launches on the current one."""
     path = checkpoint_of(tmp_path, "w8")
     inside: list[torch.device] = []
-    run_blocks, seen = runner.run_blocks, []
+    run_blocks, seen = execute.run_blocks, []
 
     @contextmanager
     def current(device):
@@ -463,7 +464,7 @@ def test_steps_run_on_the_device_of_their_model(tmp_path):
         return run_blocks(*args)
 
     engine = engine_of(path)
-    with patch.object(runner, "launches_on", current), patch.object(runner, "run_blocks", run):
+    with patch.object(execute, "launches_on", current), patch.object(execute, "run_blocks", run):
         engine.generate([prompt(20)], SamplingParams(max_tokens=3, ignore_eos=True))
         engine.score(prompt(3))
     assert len(seen) == 4
