@@ -23,9 +23,9 @@ from inference.requests.request import SamplingParams
 from inference.server.tools.parser import ToolParser, join_deltas
 from inference.server.tools.use import ToolSupport, tool_support
 from ptq.certify.figures import Row
-from ptq.certify.setting import Pair, Setting, likelihoods
+from ptq.certify.setting import Pair, Setting
 from ptq.certify.texts import compare
-from ptq.evaluate.answers import answers
+from ptq.evaluate.answers import answers, likelihoods
 
 BEGINNING = 48  # tokens of a text that is gone on with
 REPEATED = 16  # tokens at the end of an answer that repeat one span, for a loop

@@ -150,23 +150,30 @@ def open_pair(
     return Pair(*(Engine.from_pretrained(f, config=config, device=device) for f in folders))
 
 
-def measure(pair: Pair, setting: Setting, *, progress: bool = True) -> Rows:
-    """Rows of all parts.
+def measure(
+    pair: Pair,
+    setting: Setting,
+    numbers: Mapping[str, Sequence[int]] | None = None,
+    *,
+    progress: bool = True,
+) -> Rows:
+    """Rows of all cases of all parts.
+
+    Args:
+        numbers: Of some cases, by part: those alone, in their order.
 
     Raises:
         EngineError: a model gives NaN or infinity.
     """
-    return {name: _run(pair, part, part.cases(setting), progress) for name, part in PARTS.items()}
-
-
-def measure_again(
-    pair: Pair, setting: Setting, names: Mapping[str, Sequence[int]], *, progress: bool = True
-) -> Rows:
-    """Rows of the cases of each part that numbers name, in their order."""
     found: Rows = {}
-    for name, numbers in names.items():
-        cases = PARTS[name].cases(setting)
-        found[name] = _run(pair, PARTS[name], [cases[i] for i in numbers], progress)
+    for name in PARTS if numbers is None else numbers:
+        part = PARTS[name]
+        cases = part.cases(setting)
+        if numbers is not None:
+            cases = [cases[i] for i in numbers[name]]
+        total = part.steps * len(cases)
+        with bar(title=part.title, unit="step", total=total, shown=progress) as shown:
+            found[name] = part.measure(pair, cases, shown)
     return found
 
 
@@ -177,12 +184,6 @@ def sample(rows: Rows, seed: int, most: int = 3) -> dict[str, list[int]]:
         name: sorted(draw.sample(range(len(own)), min(most, len(own))))
         for name, own in rows.items()
     }
-
-
-def _run(pair: Pair, part: Part, cases: Sequence[Any], progress: bool) -> list[list[Row]]:
-    total = part.steps * len(cases)
-    with bar(title=part.title, unit="step", total=total, shown=progress) as shown:
-        return part.measure(pair, cases, shown)
 
 
 def certify(
@@ -273,6 +274,6 @@ def verify(
     setting = open_setting(folders, made.level, made.seed, prompts, made.device)
     pair = open_pair(folders, setting, made.device)
     numbers = sample(found.rows, seed)
-    again = measure_again(pair, setting, numbers, progress=progress)
+    again = measure(pair, setting, numbers, progress=progress)
     count = sum(map(len, numbers.values()))
     return count, list(differences(found.rows, numbers, again))

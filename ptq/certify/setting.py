@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -12,7 +12,6 @@ from calibrate.sources import guess_columns, local_documents, plain_text, stdlib
 from formats.chat_template import leading_tokens, read_messages, render_chat
 from formats.errors import RecipeError
 from inference.engine import Engine
-from ptq.evaluate import answers
 
 LevelName = Literal["quick", "full"]
 
@@ -137,14 +136,3 @@ def _prose() -> str:
         parts = [text.split('"""')[1] for text in stdlib_documents("evaluation") if '"""' in text]
         return "\n\n".join(parts)
     return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-def likelihoods(
-    engine: Engine, asked: Sequence[tuple[Sequence[int], Sequence[int]]], bar: Any
-) -> list[tuple[float, bool]]:
-    """Log probability of each (context, continuation)'s latter, and whether it is greedy.
-
-    What contexts have in common is computed once.
-    """
-    prompts = [[*context, *continuation] for context, continuation in asked]
-    return answers.likelihoods(engine, prompts, [len(context) for context, _ in asked], bar)

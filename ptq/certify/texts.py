@@ -19,9 +19,9 @@ from formats.errors import EngineError
 from inference.accuracy import SequenceScores, compare_predictions
 from inference.requests.request import SamplingParams
 from ptq.certify.figures import PLACES, Row
-from ptq.certify.setting import Pair, Setting, likelihoods
+from ptq.certify.setting import Pair, Setting
 from ptq.certify.statistics import histogram
-from ptq.evaluate.answers import answers
+from ptq.evaluate.answers import answers, likelihoods
 
 BLOCK = 256  # predictions of a long window that count as one case
 
@@ -170,7 +170,6 @@ def _assemble(
     setting: Setting,
     name: tuple[str, int, int],
     head: str,
-    lines: list[str],
     facts: Sequence[tuple[str, str, str]],
     filler: Any,
 ) -> Context:
@@ -181,7 +180,7 @@ def _assemble(
     extra = MARGIN + max(len(setting.encode(asked + right)) for _, asked, right in facts)
     room = length - extra - len(setting.encode(head, begins=True))
     costs = [len(setting.encode(line)) for line, _, _ in facts]
-    left = room - sum(costs)
+    left, lines = room - sum(costs), list[str]()
     while left > 0:
         line = filler()
         left -= len(setting.encode(line))
@@ -215,7 +214,7 @@ def _needle(setting: Setting, length: int, number: int) -> Context:
         for place, animal in animals.items()
     ]
     return _assemble(
-        setting, ("needle", length, number), "A story.\n", [], facts, lambda: _sentence(draw)
+        setting, ("needle", length, number), "A story.\n", facts, lambda: _sentence(draw)
     )
 
 
@@ -240,7 +239,7 @@ def _keys(setting: Setting, length: int, number: int) -> Context:
         key = line.partition(" =")[0]
         facts.append((line, f"\nFrom the list again:\n{key} =", f" {word}"))
     return _assemble(
-        setting, ("keys", length, number), "A list of keys and values:\n", [], facts,
+        setting, ("keys", length, number), "A list of keys and values:\n", facts,
         lambda: entry(draw.choice(ROOMS)),
     )  # fmt: skip
 
@@ -263,7 +262,7 @@ def _trace(setting: Setting, length: int, number: int) -> Context:
     def filler() -> str:
         return f"total += {draw.randrange(1000)}  # {draw.choice(ROOMS)}\n"
 
-    return _assemble(setting, ("trace", length, number), "total = 0\n", [], facts, filler)
+    return _assemble(setting, ("trace", length, number), "total = 0\n", facts, filler)
 
 
 def measure_contexts(pair: Pair, cases: Sequence[Context], bar: Any) -> list[list[Row]]:

@@ -36,15 +36,16 @@ def answers(
 
 def likelihoods(
     engine: Engine,
-    prompts: Sequence[list[int]],
-    starts: Sequence[int],
+    asked: Sequence[tuple[Sequence[int], Sequence[int]]],
     bar: Any,
     adapter: str | None = None,
 ) -> list[tuple[float, bool]]:
-    """Of each prompt's tokens from `starts` on: their log probability, and whether all are greedy.
+    """Log probability of each (context, continuation)'s latter, and whether it is greedy.
 
-    What comes before them is computed once where prompts have it in common.
+    What contexts have in common is computed once.
     """
+    prompts = [[*context, *continuation] for context, continuation in asked]
+    starts = [len(context) for context, _ in asked]
     params = [
         SamplingParams(
             max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=start, adapter=adapter

@@ -106,13 +106,13 @@ class EngineLM(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Of each (texts, context, continuation): its log likelihood, and whether it is greedy."""
-        prompts, starts = [], []
+        asked = []
         for _, context, continuation in requests:
             ids = (context + continuation)[-(self.max_length + 1) :]
-            prompts.append(ids)
-            starts.append(max(1, len(ids) - len(continuation)))
-        with self._bar("Scoring", len(prompts)) as shown:
-            return likelihoods(self.engine, prompts, starts, shown, self.adapter)
+            start = max(1, len(ids) - len(continuation))
+            asked.append((ids[:start], ids[start:]))
+        with self._bar("Scoring", len(asked)) as shown:
+            return likelihoods(self.engine, asked, shown, self.adapter)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False

@@ -26,7 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from datasets import Dataset
@@ -67,60 +67,52 @@ def _passages(seed: int) -> Iterator[tuple[str, str, list[str]]]:
         yield before[-CONTEXT:], lines[i], lines
 
 
-def _taken(items: Iterator[Item]) -> list[Item]:
-    return [item for item, _ in zip(items, range(ITEMS), strict=False)]
+def _first_items(make: Callable[[], Iterator[Item]]) -> Callable[[Text], list[Item]]:
+    """A task of the first items that are made, which need nothing of a model."""
+    return lambda _: list(islice(make(), ITEMS))
 
 
-def cloze(_: Text) -> list[Item]:
+@_first_items
+def cloze() -> Iterator[Item]:
     """Lines whose last word occurred before: {context, target}."""
-
-    def items() -> Iterator[Item]:
-        for before, line, _ in _passages(seed=1):
-            words = WORD.findall(line)
-            if not words or keyword.iskeyword(words[-1]) or words[-1] not in before:
-                continue
-            start = line.rindex(words[-1])
-            if start > 0 and line[start - 1] == " ":
-                yield {"context": before + line[: start - 1], "target": f" {words[-1]}"}
-
-    return _taken(items())
+    for before, line, _ in _passages(seed=1):
+        words = WORD.findall(line)
+        if not words or keyword.iskeyword(words[-1]) or words[-1] not in before:
+            continue
+        start = line.rindex(words[-1])
+        if start > 0 and line[start - 1] == " ":
+            yield {"context": before + line[: start - 1], "target": f" {words[-1]}"}
 
 
-def choice(_: Text) -> list[Item]:
+@_first_items
+def choice() -> Iterator[Item]:
     """Four lines of a module, of which one follows: {context, choices, answer}."""
-
-    def items() -> Iterator[Item]:
-        draw = random.Random(2)
-        for before, line, lines in _passages(seed=2):
-            if len(line.strip()) < 12 or line in before:
-                continue
-            others = sorted({o for o in lines if len(o.strip()) >= 12 and o not in before} - {line})
-            if len(others) < 3:
-                continue
-            choices = [line, *draw.sample(others, 3)]
-            draw.shuffle(choices)
-            yield {"context": before, "choices": choices, "answer": choices.index(line)}
-
-    return _taken(items())
+    draw = random.Random(2)
+    for before, line, lines in _passages(seed=2):
+        if len(line.strip()) < 12 or line in before:
+            continue
+        others = sorted({o for o in lines if len(o.strip()) >= 12 and o not in before} - {line})
+        if len(others) < 3:
+            continue
+        choices = [line, *draw.sample(others, 3)]
+        draw.shuffle(choices)
+        yield {"context": before, "choices": choices, "answer": choices.index(line)}
 
 
-def pairs(_: Text) -> list[Item]:
+@_first_items
+def pairs() -> Iterator[Item]:
     """A line, and the same with two of its words exchanged: {context, choices, answer}."""
-
-    def items() -> Iterator[Item]:
-        draw = random.Random(3)
-        for before, line, _ in _passages(seed=3):
-            words = list(re.finditer(r"\w+", line))
-            two = [(a, b) for a, b in pairwise(words) if a[0] != b[0]]
-            if not two or line.lstrip().startswith(("#", '"')):
-                continue
-            a, b = draw.choice(two)
-            other = line[: a.start()] + b[0] + line[a.end() : b.start()] + a[0] + line[b.end() :]
-            choices = [line, other]
-            draw.shuffle(choices)
-            yield {"context": before, "choices": choices, "answer": choices.index(line)}
-
-    return _taken(items())
+    draw = random.Random(3)
+    for before, line, _ in _passages(seed=3):
+        words = list(re.finditer(r"\w+", line))
+        two = [(a, b) for a, b in pairwise(words) if a[0] != b[0]]
+        if not two or line.lstrip().startswith(("#", '"')):
+            continue
+        a, b = draw.choice(two)
+        other = line[: a.start()] + b[0] + line[a.end() : b.start()] + a[0] + line[b.end() :]
+        choices = [line, other]
+        draw.shuffle(choices)
+        yield {"context": before, "choices": choices, "answer": choices.index(line)}
 
 
 def passages(_: Text) -> list[Item]:

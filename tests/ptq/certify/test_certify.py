@@ -89,7 +89,7 @@ def test_standard_tasks_are_figures_where_the_level_asks():
     asked = replace(asked, level=replace(SMALL, tasks=8))
     cases = measuring.PARTS["tasks"].cases(asked)
     pair = measuring.open_pair((MODEL, MODEL), asked, "cpu")
-    rows = measuring.measure_again(pair, asked, {"tasks": range(len(cases))}, progress=False)
+    rows = measuring.measure(pair, asked, {"tasks": range(len(cases))}, progress=False)
     figures = judge(row for case in rows["tasks"] for row in case)
     assert {f.name for f in figures} == {f"tasks.{name}" for name in TASKS}
     assert {(f.cases, f.difference) for f in figures} == {(8, 0)}
