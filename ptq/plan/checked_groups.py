@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -30,30 +30,21 @@ SAME = 1e-5  # relative difference of outputs in fp32
 FORMS: tuple[float, ...] = (0.0, 1.0)  # of norms: what is added to the weight where it is used
 
 
-@dataclass(frozen=True)
-class CheckedGroups:
-    """What the checks have shown.
-
-    Attributes:
-        groups: Those that may be smoothed, block by block.
-        left: Of each build of blocks, what was tried and is left alone, for a person.
-    """
-
-    groups: tuple[SmoothingGroup, ...]
-    left: tuple[str, ...]
-
-
 def checked_groups(
     source: FloatModel,
     config: PretrainedConfig,
     structure: Structure,
     kinds: Sequence[SmoothingKind],
-) -> CheckedGroups:
+) -> tuple[tuple[SmoothingGroup, ...], tuple[str, ...]]:
     """The groups of a found model that are of the wanted kinds.
 
     Args:
         source: The model; the embedding is read, and a block of each build.
         kinds: What is wanted; without any, nothing is read.
+
+    Returns:
+        (those that may be smoothed, block by block; of each build of blocks, what was tried and is
+        left alone, for a person).
 
     Raises:
         CheckpointError: the model cannot be read or run.
@@ -73,7 +64,7 @@ def checked_groups(
         first = known[build][0]
         groups += [_moved(group, first[0].block, block.name) for group in first]
     left = dict.fromkeys(line for _, lines in known.values() for line in lines)
-    return CheckedGroups(tuple(groups), tuple(left))
+    return tuple(groups), tuple(left)
 
 
 def _build(block: BlockStructure) -> object:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from kernels.devices import check_device
+from ptq.recipe.problems import Faults
 from ptq.recipe.schema import DevicesSpec, Recipe
-from ptq.recipe.strict_yaml import Key
 
 
 def on_gpu(recipe: Recipe) -> bool:
@@ -28,7 +26,7 @@ def devices_of(recipe: Recipe) -> list[torch.device]:
     return [torch.device(kind, index) for index in range(chosen.gpus)]
 
 
-def check_devices(recipe: Recipe, solves: bool) -> Iterator[tuple[Key, str]]:
+def check_devices(recipe: Recipe, solves: bool) -> Faults:
     """Devices that nothing can run on here: the report's and, if blocks are solved, theirs."""
     if solves and on_gpu(recipe) and not torch.cuda.is_available():
         found = repr(recipe.device) if isinstance(recipe.device, str) else "gpus"
@@ -51,7 +49,7 @@ def check_devices(recipe: Recipe, solves: bool) -> Iterator[tuple[Key, str]]:
         yield ("report", "device"), str(error)
 
 
-def _check_gpus(wanted: int) -> Iterator[tuple[Key, str]]:
+def _check_gpus(wanted: int) -> Faults:
     """That there are so many GPUs, and that they compute alike."""
     there = torch.cuda.device_count()
     if wanted > there:

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from calibrate.backward import IN_MEMORY
 from calibrate.gradients import block_size, gradient_bytes
@@ -130,7 +131,7 @@ class Footprint:
 
     def _block_work(self) -> int:
         """Bytes of the step of the largest block that takes most, where it runs."""
-        block, tokens = max(self.blocks, key=_elements), _sample_tokens(self.recipe)
+        block, tokens = max(self.blocks, key=attrgetter("elements")), _sample_tokens(self.recipe)
         each, beside = self._sums(block)
         sample = _activations(block, tokens)
         sizes = BlockSizes(
@@ -172,7 +173,7 @@ class Footprint:
 
     def _written(self) -> int:
         """A shard with its bytes, the block that comes next, and statistics of all blocks."""
-        largest = max(map(_elements, self.blocks))
+        largest = max(block.elements for block in self.blocks)
         shard = min(shard_bytes(largest), self.checkpoint_bytes)
         return 2 * shard + largest + self._histograms()
 
@@ -205,7 +206,7 @@ class _Backward:
         """A block with a sample's activations, what gradients need of them, and G; or the head."""
         if not self.schedule.gradients:
             return 0
-        block, length = max(self.blocks, key=_elements), _sample_tokens(self.recipe)
+        block, length = max(self.blocks, key=attrgetter("elements")), _sample_tokens(self.recipe)
         through = FLOAT * block.elements + 3 * _activations(block, length)
         vocabulary = self.source.shape(f"{embedding_name(self.source.config)}.weight")[0]
         head = 2 * FLOAT * vocabulary * block.hidden + 4 * FLOAT * vocabulary * length
@@ -244,10 +245,6 @@ class _Backward:
 
 def _sample_tokens(recipe: Recipe) -> int:
     return recipe.dataset.calibration.sequence_length
-
-
-def _elements(block: BlockShape) -> int:
-    return block.elements
 
 
 def _solving(sizes: BlockSizes, specs: Iterable[MethodSpec]) -> int:

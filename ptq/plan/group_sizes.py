@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -28,28 +27,18 @@ Owner = int | None  # the entry of `layers` that decides on a layer; None for th
 Members = Mapping[tuple[Owner, LayerScheme], Sequence[ModulePlan]]
 
 
-@dataclass(frozen=True)
-class SettledGroups:
-    """A recipe that leaves no group size open.
-
-    Attributes:
-        modules: The layers, with the schemes that it gives them.
-        notes: Where layers have other groups than the largest, why, and what that costs.
-    """
-
-    recipe: Recipe
-    modules: tuple[ModulePlan, ...]
-    notes: tuple[str, ...]
-
-
 def settle_groups(
     recipe: Recipe, modules: tuple[ModulePlan, ...], dtype: torch.dtype
-) -> SettledGroups:
+) -> tuple[Recipe, tuple[ModulePlan, ...], tuple[str, ...]]:
     """Give each layer the groups that fit it.
 
     Args:
         modules: What it makes of the model's layers.
         dtype: Of the model, which scales of integers have as well.
+
+    Returns:
+        (the recipe with no group size left open; the layers with the schemes that it gives them;
+        where layers have other groups than the largest, why, and what that costs).
     """
     members: dict[tuple[Owner, LayerScheme], list[ModulePlan]] = {}
     for module in modules:
@@ -59,7 +48,7 @@ def settle_groups(
             members.setdefault((owner, fitted), []).append(module)
     notes = (*_sizes(recipe, members, dtype), *_edges(members))
     if not any(_is_open(_scheme_of(recipe, owner)) for owner in _owners(recipe)):
-        return SettledGroups(recipe, modules, notes)
+        return recipe, modules, notes
     settled = _with_layers(recipe, members)
     fates = (
         module.model_copy(update={"reason": settled.scheme_of(module.name).text})
@@ -67,7 +56,7 @@ def settle_groups(
         else module
         for module in modules
     )
-    return SettledGroups(settled, tuple(fates), notes)
+    return settled, tuple(fates), notes
 
 
 def _owners(recipe: Recipe) -> Sequence[Owner]:

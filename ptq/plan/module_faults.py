@@ -7,7 +7,7 @@ The same of the cache: how a recipe quantizes it, and what the model has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from formats.cache_scheme import KVCacheSpec
@@ -19,14 +19,12 @@ from formats.modeling.layers import cached, structure_of
 from formats.scheme import GROUP_SIZES, WeightSpec
 from ptq.methods.common.method import first_names
 from ptq.plan.modules import ModulePlan
-from ptq.recipe.problems import Where
+from ptq.recipe.problems import Faults, Where
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
 
 
-def check_modules(
-    recipe: Recipe, family: Family | None, modules: tuple[ModulePlan, ...]
-) -> Iterator[tuple[Key, str]]:
+def check_modules(recipe: Recipe, family: Family | None, modules: tuple[ModulePlan, ...]) -> Faults:
     """What is wrong with the fates of a model's layers.
 
     These are fused layers of which only some are ignored or that would have several schemes, a
@@ -47,7 +45,7 @@ def check_modules(
         )
 
 
-def _check_head(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[tuple[Key, str]]:
+def _check_head(recipe: Recipe, modules: Sequence[ModulePlan]) -> Faults:
     """A head with one scale for all of it: it is solved some rows at a time."""
     for module in modules:
         spec, entry = recipe.scheme_of(module.name).weights, recipe.entry_of(module.name)
@@ -61,7 +59,7 @@ def _check_head(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[tuple
             )
 
 
-def _check_fused(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[tuple[Key, str]]:
+def _check_fused(recipe: Recipe, modules: Sequence[ModulePlan]) -> Faults:
     """Layers that become one at run time, and of which that is not planned."""
     groups: dict[str, list[ModulePlan]] = {}
     for module in modules:
@@ -108,7 +106,7 @@ def _split_by_scheme(recipe: Recipe, members: Sequence[ModulePlan]) -> tuple[Key
     return ("layers", entry, "match"), fault
 
 
-def _check_divisible(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[tuple[Key, str]]:
+def _check_divisible(recipe: Recipe, modules: Sequence[ModulePlan]) -> Faults:
     """Layers whose inputs are not whole groups, whose outputs do not fill packed words, or whose
     zero points no method makes."""
     by_entry: dict[int | None, list[ModulePlan]] = {}
@@ -134,9 +132,7 @@ def _key(entry: int | None, leaf: str) -> Key:
     return key if entry is None else ("layers", entry, *key)
 
 
-def _check_groups(
-    entry: int | None, spec: WeightSpec, members: Sequence[ModulePlan]
-) -> Iterator[tuple[Key, str]]:
+def _check_groups(entry: int | None, spec: WeightSpec, members: Sequence[ModulePlan]) -> Faults:
     size = spec.block[1]
     uneven = [m for m in members if spec.granularity == "group" and m.shape[1] % size]
     if not uneven:
@@ -154,9 +150,7 @@ def _check_groups(
     )
 
 
-def _check_words(
-    entry: int | None, spec: WeightSpec, members: Sequence[ModulePlan]
-) -> Iterator[tuple[Key, str]]:
+def _check_words(entry: int | None, spec: WeightSpec, members: Sequence[ModulePlan]) -> Faults:
     word = 32 // spec.bits
     uneven = [m for m in members if not spec.symmetric and m.shape[0] % word]
     if uneven and not spec.float_zeros:
@@ -181,7 +175,7 @@ def _leaf(name: str) -> str:
 
 def _check_stored_merged(
     recipe: Recipe, family: Family | None, modules: tuple[ModulePlan, ...]
-) -> Iterator[tuple[Key, str]]:
+) -> Faults:
     """The first layer that is stored as a part of one, and whose scales do not lie side by side."""
     stored = () if family is None else family.stored_merged
     for module in modules:
@@ -205,7 +199,7 @@ BEYOND_PRODUCTS = frozenset({"softcap", "s_aux"})  # arguments that a shift of a
 
 def check_caches(
     recipe: Recipe, family: Family | None, config: Mapping[str, Any], blocks: Sequence[str]
-) -> Iterator[tuple[Key, str]]:
+) -> Faults:
     """Patterns of `caches` that match no block, and caches that a model's attention does not have.
 
     Args:
@@ -235,7 +229,7 @@ def _misfits(
     family: Family | None,
     config: Mapping[str, Any],
     blocks: Sequence[str],
-) -> Iterator[tuple[Key, str]]:
+) -> Faults:
     latent = family is not None and isinstance(family.attention, LatentAttention)
     if latent and cache.dynamic:
         yield (

@@ -12,6 +12,7 @@ tensor of its own first, and leaves the embedding in float.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from transformers import PretrainedConfig
 
 from formats.checkpoint.targets import is_ignored
 from formats.families.groups import SmoothingGroup, SmoothingKind
-from formats.families.names import by_block, expert_of
+from formats.families.names import by_block
 from formats.families.predicting import Predicting
 from formats.families.registry import find_family, predicting_layer
 from formats.families.sizes import Cached
@@ -211,13 +212,11 @@ class BlockShape:
         reads: A name for the input of each layer that shares it with others.
         smoothed: Its smoothing groups, of all kinds.
         targets: Those that are quantized.
-        routers: Full names of its routers.
         elements: Of all its tensors.
         hidden: Width of the residual stream.
         query: Elements of all query heads of a token.
         cached: Elements of K of a token, and of V: the more of the two.
         kv_heads: Heads of K, and of V.
-        share: Part of the experts that a token is sent to; 1 without experts.
     """
 
     name: str
@@ -225,17 +224,11 @@ class BlockShape:
     reads: Mapping[str, str]
     smoothed: tuple[SmoothingGroup, ...]
     targets: tuple[str, ...]
-    routers: tuple[str, ...]
     elements: int
     hidden: int
     query: int
     cached: int
     kv_heads: int
-    share: float
-
-    def share_of(self, layer: str) -> float:
-        """Part of the tokens that a layer sees where only the chosen experts run."""
-        return 1.0 if expert_of(layer) is None else self.share
 
     def inputs(self, layers: Iterable[str]) -> dict[str, list[str]]:
         """Layers by the distinct input that they read."""
@@ -248,23 +241,17 @@ class BlockShape:
         """Elements of the input that layers read."""
         return self.layers[layers[0]][1]
 
-    def groups(self, kinds: Sequence[SmoothingKind]) -> list[list[SmoothingGroup]]:
-        """Smoothing groups that can be folded; those that are searched together, in one list."""
-        tied: dict[str, list[SmoothingGroup]] = {}
-        wanted = (g for kind in kinds for g in self.smoothed if g.kind == kind)
-        for group in wanted:
-            source = (group.source,) if group.source in self.layers else ()
-            if {*group.consumers, *source} <= set(self.targets):
-                tied.setdefault(group.tied or group.source, []).append(group)
-        return list(tied.values())
-
     def consumers(self, kind: SmoothingKind) -> int:
-        """Elements of the weights that read a group of a kind, or those searched together."""
-        sums = (
-            sum(math.prod(self.layers[name]) for group in tied for name in group.consumers)
-            for tied in self.groups([kind])
-        )
-        return max(sums, default=0)
+        """Elements of the weights that read a group of a kind that can be folded, or those that are
+        searched together: the most.
+        """
+        sums = Counter[str]()
+        for group in self.smoothed:
+            source = (group.source,) if group.source in self.layers else ()
+            if group.kind == kind and {*group.consumers, *source} <= set(self.targets):
+                elements = (math.prod(self.layers[name]) for name in group.consumers)
+                sums[group.tied or group.source] += sum(elements)
+        return max(sums.values(), default=0)
 
     @property
     def quantized(self) -> list[Shape]:
@@ -296,28 +283,17 @@ def block_shapes(
     of_blocks = dict(zip(blocks, cached_of_blocks(source.config), strict=True))
     is_router = routers_of(source.config)
     for block in blocks:
-        routers = tuple(name for name in names[block] if is_router(name))
-        experts = {expert_of(name) for name in names[block]} - {None}
         own = of_blocks[block] or Cached(0, 0, 0)
-        inside = {name: layers[name] for name in names[block] if name not in routers}
+        inside = {name: layers[name] for name in names[block] if not is_router(name)}
         yield BlockShape(
             name=block,
             layers=inside,
             reads=common_inputs(source.config, block, tuple(inside)),
             smoothed=tuple(group for group in smoothed if group.block == block),
             targets=tuple(targets.get(block, ())),
-            routers=routers,
             elements=sum(math.prod(source.shape(name)) for name in elements.get(block, ())),
             hidden=config.get_text_config().hidden_size,
             query=query_elements(source.config, block),
             cached=own.heads * max(own.k, own.v),
             kv_heads=own.heads,
-            share=_chosen(config) / len(experts) if experts else 1.0,
         )
-
-
-def _chosen(config: PretrainedConfig) -> int:
-    """Experts that a token is sent to, by the names that configurations have for their number."""
-    keys = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token")
-    text = config.get_text_config()
-    return next((getattr(text, key) for key in keys if hasattr(text, key)), 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 
 import pandas as pd
@@ -33,10 +32,10 @@ from formats.scheme import LayerScheme, Strict
 from ptq.methods.common.float_model import FloatModel, FloatModelView, kept_layers, seen_as_floats
 from ptq.methods.registry import view_of
 from ptq.plan import preflight
-from ptq.plan.checked_groups import CheckedGroups, checked_groups
+from ptq.plan.checked_groups import checked_groups
 from ptq.plan.devices import check_devices, on_gpu
 from ptq.plan.footprint import Footprint
-from ptq.plan.group_sizes import SettledGroups, settle_groups
+from ptq.plan.group_sizes import settle_groups
 from ptq.plan.module_faults import check_caches, check_modules, settle_keys
 from ptq.plan.modules import (
     ModulePlan,
@@ -216,16 +215,16 @@ def build_plan(
     if undeclared:
         raise where.error(undeclared + tensors)
     source = view_of(floats, recipe.methods)
-    settled, predicting = _settled(recipe, source, blocks, shapes, names)
-    recipe, modules = settled.recipe, settled.modules
-    quantized = _schemes(recipe, modules, predicting)
-    smoothed = CheckedGroups((), ())
+    recipe, modules, sizes, predicting = _settled(recipe, source, blocks, shapes, names)
+    quantized, wanted = _schemes(recipe, modules, predicting), _wanted(recipe)
+    groups: tuple[SmoothingGroup, ...] = ()
+    left: tuple[str, ...] = ()
     if family is not None:
         every = (smoothing_groups(family, b, names[b], SMOOTHING_KINDS) for b in blocks)
-        smoothed = CheckedGroups(tuple(chain.from_iterable(every)), ())
-    elif _wanted(recipe) and not tensors:
-        smoothed = checked_groups(source, config, structure_of(values), _wanted(recipe))
-    prediction = _predict(recipe, source, config, shapes, quantized, blocks, smoothed.groups)
+        groups = tuple(chain.from_iterable(every))
+    elif wanted and not tensors:
+        groups, left = checked_groups(source, config, structure_of(values), wanted)
+    prediction = _predict(recipe, source, config, shapes, quantized, blocks, groups)
     problems: list[tuple[Key, str]] = [
         *tensors,
         *preflight.check_tokenizer(checkpoint, config),
@@ -244,16 +243,16 @@ def build_plan(
     return Plan(
         recipe=recipe,
         modules=modules,
-        smoothing=tuple(_in_order(smoothed.groups, blocks, _wanted(recipe))),
+        smoothing=tuple(_in_order(groups, blocks, wanted)),
         blocks=blocks,
         attentions=attention_of_blocks(values),
         model=_summary(floats, checkpoint.nbytes, blocks, modules),
         prediction=prediction,
         transforms=tuple(source.describe()) if isinstance(source, FloatModelView) else (),
-        left=smoothed.left,
+        left=left,
         head=head_name(values) if head_name(values) in quantized else None,
         shared=shared_embedding(source, quantized),
-        groups=settled.notes,
+        groups=sizes,
         predicting=predicting,
     )
 
@@ -264,17 +263,17 @@ def _settled(
     blocks: tuple[str, ...],
     shapes: Mapping[str, Shape],
     names: Mapping[str, list[str]],
-) -> tuple[SettledGroups, tuple[str, ...]]:
-    """The fate of every layer, and which of those that are quantized predict further tokens."""
+) -> tuple[Recipe, tuple[ModulePlan, ...], tuple[str, ...], tuple[str, ...]]:
+    """What `settle_groups` gives, and which quantized layers predict further tokens."""
     further = tuple(plan_predicting(recipe, source))
     predicting = tuple(module.name for module in further if module.action == "quantize")
     of_model = plan_modules(recipe, source.config, blocks, shapes, names, kept_layers(source))
     dtype = source.dtype(f"{embedding_name(source.config)}.weight")
-    settled = settle_groups(recipe, (*of_model, *further), dtype)
-    schemes = _schemes(settled.recipe, further, predicting)
+    settled, modules, notes = settle_groups(recipe, (*of_model, *further), dtype)
+    schemes = _schemes(settled, further, predicting)
     why = {name: f"{scheme.text}, to the nearest: {DRAFTS}" for name, scheme in schemes.items()}
-    modules = (m.model_copy(update={"reason": why.get(m.name, m.reason)}) for m in settled.modules)
-    return replace(settled, modules=tuple(modules)), predicting
+    modules = tuple(m.model_copy(update={"reason": why.get(m.name, m.reason)}) for m in modules)
+    return settled, modules, notes, predicting
 
 
 def _schemes(

@@ -45,7 +45,7 @@ from ptq.methods.common.float_model import FloatModel, config_of, seen_as_floats
 from ptq.output import is_taken, kept_bytes
 from ptq.plan.modules import shared_embedding
 from ptq.recipe.peers import PeerChoice
-from ptq.recipe.problems import Where
+from ptq.recipe.problems import Faults, Where
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
 
@@ -91,7 +91,7 @@ def _refused(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def check_declared(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[tuple[Key, str]]:
+def check_declared(recipe: Recipe, config: Mapping[str, Any]) -> Faults:
     """Methods that need a declaration of the model's family, where there is none."""
     for i, method in enumerate(recipe.methods):
         if method.needs_declaration and find_family(config) is None:
@@ -103,7 +103,7 @@ def check_declared(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[tuple[
             )
 
 
-def check_tensors(checkpoint: FloatModel, model: nn.Module) -> Iterator[tuple[Key, str]]:
+def check_tensors(checkpoint: FloatModel, model: nn.Module) -> Faults:
     """Tensors that the configuration asks for and the files do not have, or have otherwise."""
     stored, tied = stored_names(checkpoint.config), tied_names(checkpoint.config)
     missing, misshaped = [], []
@@ -122,7 +122,7 @@ def check_tensors(checkpoint: FloatModel, model: nn.Module) -> Iterator[tuple[Ke
             yield MODEL, f"{checkpoint.path} {verb}{'; '.join(names[:3])}{more}"
 
 
-def check_tokenizer(checkpoint: Checkpoint, config: PretrainedConfig) -> Iterator[tuple[Key, str]]:
+def check_tokenizer(checkpoint: Checkpoint, config: PretrainedConfig) -> Faults:
     """A tokenizer that is missing, damaged or larger than the model's vocabulary."""
     folder, vocabulary = checkpoint.path, config.get_text_config().vocab_size
     if not has_tokenizer(folder):
@@ -142,7 +142,7 @@ def check_tokenizer(checkpoint: Checkpoint, config: PretrainedConfig) -> Iterato
         )
 
 
-def check_data(recipe: Recipe) -> Iterator[tuple[Key, str]]:
+def check_data(recipe: Recipe) -> Faults:
     """Local files of data that are not there."""
     for field in ("name", "evaluation_name"):
         source = getattr(recipe.dataset, field)
@@ -179,7 +179,7 @@ def describe_data(recipe: Recipe, data: Mapping[str, TokenSet]) -> Iterator[str]
             )
 
 
-def check_lengths(recipe: Recipe, config: PretrainedConfig) -> Iterator[tuple[Key, str]]:
+def check_lengths(recipe: Recipe, config: PretrainedConfig) -> Faults:
     """Sequences that are longer than the model's positions."""
     if not attention_names(config.to_dict()):
         return  # nothing counts positions
@@ -211,7 +211,7 @@ def with_named_head(recipe: Recipe, config: Mapping[str, Any]) -> Recipe:
 
 def check_patterns(
     recipe: Recipe, linears: Mapping[str, object], quantized: Collection[str]
-) -> Iterator[tuple[Key, str]]:
+) -> Faults:
     """Entries of `ignore` and patterns of `layers` that match no linear layer.
 
     Those of `layers` must match one that is quantized, too.
@@ -243,7 +243,7 @@ def _nearest(entry: str, linears: Mapping[str, object]) -> str:
     return f"{by_kind} (a full name, or `re:` and a pattern for its start)"
 
 
-def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key, str]]:
+def check_output(recipe: Recipe, needed: int, force: bool) -> Faults:
     """An output folder that is taken, holds the model, or is on a disk that is too small."""
     key, path = ("output", "path"), recipe.output.path
     if path.exists() and not path.is_dir():
@@ -259,7 +259,7 @@ def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key
         yield key, f"needs about {needed / 1e6:.0f} MB; {parent} has {free / 1e6:.0f} MB free"
 
 
-def check_gguf(recipe: Recipe, checkpoint: Checkpoint) -> Iterator[tuple[Key, str]]:
+def check_gguf(recipe: Recipe, checkpoint: Checkpoint) -> Faults:
     """A model that no .gguf file is written of, where the recipe asks for one."""
     if recipe.output.format != "gguf":
         return
@@ -322,7 +322,7 @@ def weight_bytes(scheme: LayerScheme, shape: tuple[int, int], dtype: torch.dtype
     return total + (4 if scheme.static_input else 0)
 
 
-def check_peers(recipe: Recipe) -> Iterator[tuple[Key, str]]:
+def check_peers(recipe: Recipe) -> Faults:
     """Peers that could not run, each with the command that makes them."""
     for i, choice in enumerate(recipe.report.peers):
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from pydantic_core import ErrorDetails
 from formats.errors import RecipeError, suggestion
 from ptq.methods.registry import METHODS
 from ptq.recipe.strict_yaml import Key
+
+Faults = Iterator[tuple[Key, str]]  # of a recipe's values: where they are, and what is wrong
 
 
 class Origin(NamedTuple):
