@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,8 +32,8 @@ from formats.namespace import later
 from formats.scheme import PRESETS
 from formats.stored.folder import read_config
 from ptq.methods.registry import METHODS
-from ptq.recipe.problems import MISSING, Origin, Problem, Where, child, describe, recipe_error
-from ptq.recipe.strict_yaml import Key, parse
+from ptq.recipe.problems import MISSING, Faults, Where, child, describe, recipe_error
+from ptq.recipe.strict_yaml import Key, Origin, Problem, parse
 
 with later():
     from formats.adapters import settings as adapters
@@ -89,8 +89,8 @@ class Draft:
         origin = Origin(text.given if isinstance(text, Override) else f"--set {text}")
         name, equals, value = text.partition("=")
         document = parse(value)
-        if not equals or not name or document.faults:
-            why = document.faults[0].message if document.faults else "found no key=value"
+        if not equals or not name or document.problems:
+            why = document.problems[0].message if document.problems else "found no key=value"
             self.problems.append(Problem(origin, (), f"{why}; write --set key.key=value"))
             return
         key: Key = ()
@@ -115,7 +115,7 @@ class Draft:
             return
         _put(parent, key[-1], document.data)
         self.origins = {k: v for k, v in self.origins.items() if k[: len(key)] != key}
-        self.origins |= {(*key, *inner): origin for inner in ((), *document.lines)}
+        self.origins |= {(*key, *inner): origin for inner in ((), *document.origins)}
 
     def anchor_paths(self, folder: Path) -> None:
         """Make paths absolute: from the recipe's folder, or as typed from the current directory."""
@@ -247,7 +247,7 @@ def _unsupported(model: Path) -> str | None:
 OPTIONAL = ("speed", "attribution")  # of the report: mappings, or false
 
 
-def expand(data: dict[str, Any]) -> Iterator[tuple[Key, str]]:
+def expand(data: dict[str, Any]) -> Faults:
     """Replace short forms in a recipe's data.
 
     Yields:
@@ -297,7 +297,7 @@ def _tagged_method(item: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, **(options or {})}
 
 
-def _expand_layers(layers: Any) -> Iterator[tuple[Key, str]]:
+def _expand_layers(layers: Any) -> Faults:
     """Presets of single layers, without cache and states, of which they have none of their own."""
     for i, entry in enumerate(layers if isinstance(layers, list) else ()):
         scheme, key = child(entry, "scheme"), ("layers", i, "scheme")

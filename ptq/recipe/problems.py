@@ -6,26 +6,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from formats.errors import RecipeError, suggestion
 from ptq.methods.registry import METHODS
-from ptq.recipe.strict_yaml import Key
+from ptq.recipe.strict_yaml import Key, Origin, Problem
 
 Faults = Iterator[tuple[Key, str]]  # of a recipe's values: where they are, and what is wrong
-
-
-class Origin(NamedTuple):
-    """Where a value was written: a line of a file, or (line 0) an override or a program."""
-
-    source: str
-    line: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.line}" if self.line else self.source
 
 
 @dataclass(frozen=True)
@@ -43,18 +33,6 @@ class Where:
     def error(self, faults: Iterable[tuple[Key, str]]) -> RecipeError:
         """One error that tells what is wrong with a recipe's values, by their keys."""
         return recipe_error(Problem(self(key), key, text) for key, text in faults)
-
-
-class Problem(NamedTuple):
-    """One thing that is wrong."""
-
-    origin: Origin
-    key: Key
-    message: str
-
-    def __str__(self) -> str:
-        key = ".".join(map(str, self.key))
-        return f"{self.origin}: {key}: {self.message}" if key else f"{self.origin}: {self.message}"
 
 
 def recipe_error(problems: Iterable[Problem], what: str = "recipe") -> RecipeError:

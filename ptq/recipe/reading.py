@@ -16,7 +16,7 @@ from typing import Any
 from formats.errors import RecipeError, suggestion
 from ptq.recipe.draft import OPTIONAL, Draft, Override
 from ptq.recipe.own_model import find_recipe, shipped_paths
-from ptq.recipe.problems import Origin, Problem, Where, recipe_error
+from ptq.recipe.problems import Where, recipe_error
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import dump, parse
 
@@ -96,12 +96,8 @@ def output_override(output: str | Path | None) -> list[str]:
 
 def _read_draft(path: Path, above: tuple[Path, ...]) -> Draft:
     """A file as it stands, laid over its base, if it names one."""
-    document = parse(_read_text(path))
-    draft = Draft(
-        document.data,
-        {key: Origin(str(path), line) for key, line in document.lines.items()},
-        [Problem(Origin(str(path), f.line), f.key, f.message) for f in document.faults],
-    )
+    document = parse(_read_text(path), str(path))
+    draft = Draft(document.data, document.origins, document.problems)
     if not isinstance(draft.data, dict):
         return draft
     if above:  # a base: its paths are relative to its own folder

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from yaml.constructor import ConstructorError
@@ -30,19 +29,26 @@ _NULL = re.compile(r"^(?:null|Null|NULL|~|)$")
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null")}
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Something wrong with a document.
+class Origin(NamedTuple):
+    """Where a value was written: a line of a file, or (line 0) an override or a program."""
 
-    Attributes:
-        line: Line of the fault, from 1.
-        key: Key at fault, or () for the document.
-        message: What was found and what is allowed.
-    """
+    source: str
+    line: int = 0
 
-    line: int
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong: with the value of a key, or, where that is (), with all of it."""
+
+    origin: Origin
     key: Key
     message: str
+
+    def __str__(self) -> str:
+        key = ".".join(map(str, self.key))
+        return f"{self.origin}: {key}: {self.message}" if key else f"{self.origin}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -51,13 +57,13 @@ class Document:
 
     Attributes:
         data: Mappings, lists and scalars; None where the text could not be parsed or is empty.
-        lines: Line of every value, from 1, by its key.
-        faults: Everything wrong with it, in the order of its lines.
+        origins: Where every value was written, by its key; lines count from 1.
+        problems: Everything wrong with it, in the order of its lines.
     """
 
     data: Any
-    lines: Mapping[Key, int]
-    faults: Sequence[Fault]
+    origins: dict[Key, Origin]
+    problems: list[Problem]
 
 
 class _Loader(yaml.SafeLoader):
@@ -99,18 +105,26 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
-def parse(text: str) -> Document:
-    """Parse one YAML document, collecting everything that is wrong with it."""
+def parse(text: str, source: str = "") -> Document:
+    """Parse one YAML document, collecting everything that is wrong with it.
+
+    Args:
+        source: Where the text is from, for origins.
+    """
+    start = Origin(source, 1)
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
     except yaml.YAMLError as error:
-        return Document(None, {(): 1}, [_syntax_fault(error, text)])
+        line, message = _syntax_fault(error, text)
+        return Document(None, {(): start}, [Problem(Origin(source, line), (), message)])
     except RecursionError:
-        return Document(None, {(): 1}, [Fault(1, (), "not a recipe: nested too deeply")])
-    reader = _Reader(loader)
+        message = "not a recipe: nested too deeply"
+        return Document(None, {(): start}, [Problem(start, (), message)])
+    reader = _Reader(loader, source)
     data = reader.read(node, ()) if node is not None else None
-    return Document(data, reader.lines or {(): 1}, sorted(reader.faults, key=lambda f: f.line))
+    problems = sorted(reader.problems, key=lambda problem: problem.origin.line)
+    return Document(data, reader.origins or {(): start}, problems)
 
 
 def dump(data: object) -> str:
@@ -135,31 +149,32 @@ HINTS = {  # what the parser's messages mean
 }
 
 
-def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
+def _syntax_fault(error: yaml.YAMLError, text: str) -> tuple[int, str]:
+    """The line of a fault, and what it is."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         message = " ".join(part for part in (error.context, error.problem) if part)
         hint = next((hint for found, hint in HINTS.items() if found in message), "")
         opened = error.context_mark if "quoted" in message else None
         line = (opened or error.problem_mark).line + 1
-        return Fault(line, (), f"not valid YAML: {message}{hint}")
+        return line, f"not valid YAML: {message}{hint}"
     position, reason = getattr(error, "position", 0), getattr(error, "reason", "cannot be read")
-    return Fault(text.count("\n", 0, position) + 1, (), f"not valid YAML: {reason}")
+    return text.count("\n", 0, position) + 1, f"not valid YAML: {reason}"
 
 
 class _Reader:
-    """Turns nodes into values, noting lines and faults."""
+    """Turns nodes into values, noting origins and problems."""
 
-    def __init__(self, loader: yaml.SafeLoader) -> None:
-        self.loader = loader
-        self.lines: dict[Key, int] = {}
-        self.faults: list[Fault] = []
+    def __init__(self, loader: yaml.SafeLoader, source: str) -> None:
+        self.loader, self.source = loader, source
+        self.origins: dict[Key, Origin] = {}
+        self.problems: list[Problem] = []
         self.open: set[int] = set()
         self.values = 0
 
     def read(self, node: yaml.Node, key: Key) -> Any:
         """The value of a node; None in place of what is at fault."""
         line = node.start_mark.line + 1
-        self.lines.setdefault(key, line)
+        self.origins.setdefault(key, Origin(self.source, line))
         self.values += 1
         if self.values > MOST_VALUES:
             if self.values == MOST_VALUES + 1:
@@ -207,8 +222,8 @@ class _Reader:
                 own[name.value] = (line, value)
         for text, (line, value) in own.items():
             path = (*key, text)
-            self.lines = {k: v for k, v in self.lines.items() if k[: len(path)] != path}
-            self.lines[path] = line
+            self.origins = {k: v for k, v in self.origins.items() if k[: len(path)] != path}
+            self.origins[path] = Origin(self.source, line)
             result[text] = self.read(value, path)
         return result
 
@@ -225,4 +240,4 @@ class _Reader:
 
     def _fault(self, line: int, key: Key, message: str) -> None:
         """Note a fault; the value in its place is None."""
-        self.faults.append(Fault(line, key, message))
+        self.problems.append(Problem(Origin(self.source, line), key, message))

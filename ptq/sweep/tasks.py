@@ -36,9 +36,9 @@ from formats.hub import find_model, is_hub_id
 from formats.strict import Strict
 from ptq.output import REPORT_FOLDER, is_taken
 from ptq.recipe.own_model import find_recipe, shipped_paths
-from ptq.recipe.problems import Origin, Problem, Where, describe, recipe_error
+from ptq.recipe.problems import Where, describe, recipe_error
 from ptq.recipe.reading import output_override, read_recipe, resolved_yaml
-from ptq.recipe.strict_yaml import override_value, parse
+from ptq.recipe.strict_yaml import Problem, override_value, parse
 
 NAME = re.compile(r"\w[\w.-]*")
 
@@ -139,11 +139,10 @@ def read_spec(path: Path) -> SweepSpec:
             key, what was found and what is allowed.
     """
     try:
-        document = parse(path.read_bytes().decode("utf-8-sig"))
+        document = parse(path.read_bytes().decode("utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read as UTF-8 text ({error})") from error
-    where = Where({key: Origin(str(path), line) for key, line in document.lines.items()})
-    problems = [Problem(Origin(str(path), f.line), f.key, f.message) for f in document.faults]
+    where, problems = Where(document.origins), document.problems
     data = _spelled_out(document.data)
     if not isinstance(data, dict):
         empty = "found no keys; a sweep needs models, recipes and output"

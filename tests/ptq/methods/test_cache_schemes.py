@@ -13,9 +13,10 @@ from inference.requests.request import SamplingParams
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.plan import build_plan
-from ptq.recipe.problems import Origin, Where
+from ptq.recipe.problems import Where
 from ptq.recipe.reading import read_recipe
 from ptq.recipe.schema import CachesSpec
+from ptq.recipe.strict_yaml import Origin
 from tests.fake_quantized import fake_quantized_logits
 from tests.ptq.quantizing import (
     IDS,

@@ -65,16 +65,17 @@ def test_dumped_text_stays_text(text):
 def test_anchors_and_merge_keys():
     text = "a: &a {x: 1, y: 2}\nb: &b {y: 3, z: 4}\nc:\n  <<: [*a, *b]\n  x: 5\nd: *a\n"
     document = parse(text)
-    assert document.faults == []
+    assert document.problems == []
     assert document.data["c"] == {"x": 5, "y": 2, "z": 4}
     assert document.data["d"] == {"x": 1, "y": 2}
-    assert document.lines[("c", "x")] == 5
-    assert document.lines[("c", "z")] == 2
+    assert document.origins[("c", "x")].line == 5
+    assert document.origins[("c", "z")].line == 2
 
 
 def test_every_value_has_its_line():
-    lines = parse("a:\n  - 1\n  -\n    b: 2\n    c: 3\n").lines
-    assert {key: lines[key] for key in [("a",), ("a", 0), ("a", 1), ("a", 1, "c")]} == {
+    origins = parse("a:\n  - 1\n  -\n    b: 2\n    c: 3\n", "r.yaml").origins
+    assert {origin.source for origin in origins.values()} == {"r.yaml"}
+    assert {key: origins[key].line for key in [("a",), ("a", 0), ("a", 1), ("a", 1, "c")]} == {
         ("a",): 1,
         ("a", 0): 2,
         ("a", 1): 4,
