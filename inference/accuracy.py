@@ -216,9 +216,10 @@ def score_long(original: Any, quantized: Any, ids: Tensor, start: int) -> Accura
     found, at = list[SequenceScores](), 0
     for p, q in zip(original.score_parts(ids), quantized.score_parts(ids), strict=True):
         targets = ids[at + 1 : at + 1 + len(p)]
-        scores = compare_predictions(p[: len(targets)], q[: len(targets)], targets)
-        where = f"a text of {len(ids)} tokens, those from {at} on"
-        found.append(_finite(scores, where, p, q).part(max(0, start - at), len(targets)))
+        if len(targets):  # nothing follows the last token
+            scores = compare_predictions(p[: len(targets)], q[: len(targets)], targets)
+            where = f"a text of {len(ids)} tokens, those from {at} on"
+            found.append(_finite(scores, where, p, q).part(max(0, start - at), len(targets)))
         at += len(p)
     return summarize([_joined(found)])
 

@@ -106,14 +106,14 @@ def test_positions_are_parts_of_the_whole():
     assert whole == pytest.approx(accuracy.kl_mean, rel=1e-12)
 
 
-@pytest.mark.parametrize("start", [0, 3, 12, 20])
-def test_a_long_text_is_compared_a_step_at_a_time(start):
-    """Eight tokens each; its figures are those of the whole from a position on."""
-    (ids,) = some_sequences((30,))
+@pytest.mark.parametrize(("start", "length"), [(0, 30), (3, 30), (12, 30), (20, 30), (3, 25)])
+def test_a_long_text_is_compared_a_step_at_a_time(start, length):
+    """Eight tokens each, of 25 the last alone; its figures are those of the whole from a position on."""
+    (ids,) = some_sequences((length,))
     both = engines(0.4)
-    whole = summarize([score(*both, ids, 0).part(start, 29)])
+    whole = summarize([score(*both, ids, 0).part(start, length - 1)])
     found = score_long(*both, ids, start)
-    assert found.tokens == 29 - start
+    assert found.tokens == length - 1 - start
     assert found.kl_mean == pytest.approx(whole.kl_mean, rel=1e-12)
     assert found.perplexity_ratio == pytest.approx(whole.perplexity_ratio, rel=1e-12)
 
