@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field, model_validator
 
 from formats.scheme import Strict
 
+SINK_INPUT: Final = "input_sink"  # role of sink tokens' rows, which are not among those of "input"
+SINK_TOKENS: Final = 16  # ordinary tokens that the relative error of a sink token counts as
 Split = Literal["calibration", "evaluation"]
 # local files by their suffix: those of text, and those of tables
 TEXT = (".txt", ".md", ".py")

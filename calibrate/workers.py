@@ -12,7 +12,8 @@ not depend on the order of samples; sums of floats do. So neighbouring samples f
 `RUNS` of them whatever the number of devices; a run is summed by the device that takes it, sample
 by sample, and then added to the sum of those before it.
 
-Tensors of a checkpoint are read before they are asked for (`read_ahead`).
+Tensors of a checkpoint are read before they are asked for (`ReadAhead`), and what is made of a
+block is written while the next one is at work (`BackgroundWriter`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Generic, TypeVar
 
 import torch
@@ -274,3 +276,45 @@ class ReadAhead:
 
     def _pinned(self, name: str) -> Tensor:
         return self._read(name).pin_memory()
+
+
+class BackgroundWriter:
+    """Does one thing at a time in a thread of its own; a context manager.
+
+    Leaving the context waits for the last one, and raises what went wrong with it unless something
+    else did.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._under_way: Future[None] | None = None
+
+    def __enter__(self) -> BackgroundWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with suppress(*(() if kind is None else (Exception,))):
+            self.close()
+
+    def close(self) -> None:
+        """Wait for the last, and take no more; raises what went wrong with it."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Begin some work once the last is done; raises what went wrong with the last."""
+        self.wait()
+        self._under_way = self._pool.submit(work)
+
+    def wait(self) -> None:
+        """Wait for the last; raises what went wrong with it."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from calibrate.roles import SINK_INPUT
+from calibrate.spec import SINK_INPUT
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, loss_against, replaced

@@ -4,26 +4,31 @@
 was where samples ran again after a method; `hessians/<block>.safetensors` the second moments of its
 inputs, where a method used them and they are small or the recipe asks for them;
 `fisher/<block>.safetensors` both Fisher factors of its layers and the gradients of its cache, where
-the model ran backward, likewise; `found.safetensors` what methods found by running samples
-(`ptq.pipeline.found`). `ptq.commands.solve` takes them in place of the samples.
+the model ran backward, likewise. `ptq.commands.solve` takes them in place of the samples.
+
+`found.safetensors` holds what each method found by running samples (`Method.found`): factors of
+smoothing groups, ranges. A tensor's name is `<block>/<method>/<name>`; the header holds the part of
+the recipe that decided on them.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from calibrate.gradients import BlockGradients
 from calibrate.statistics import AFTER, Statistics
 from formats.errors import CheckpointError
-from formats.files import writing
+from formats.files import replace_file, writing
 from formats.stored.safetensors_files import write_tensors
 from ptq.methods.common.block import BlockWork, Seen
 from ptq.methods.common.fisher import WeightedMoments
@@ -31,8 +36,7 @@ from ptq.methods.common.method import Method
 from ptq.methods.common.moments import Moments
 from ptq.methods.common.spec import MethodSpec
 from ptq.methods.registry import block_methods
-from ptq.output import STATISTICS_FILE
-from ptq.pipeline.found import Found
+from ptq.output import FOUND_FILE, STATISTICS_FILE
 from ptq.recipe.schema import Recipe
 from ptq.result import QuantizationRecord, load_record
 
@@ -40,6 +44,89 @@ HESSIANS_FOLDER = "hessians"
 FISHER_FOLDER = "fisher"
 KEPT_FOLDERS = (HESSIANS_FOLDER, FISHER_FOLDER)
 INPUTS = "inputs"  # role of the first factor of a layer, beside the gradients' own roles
+
+SETTINGS = ("methods", "scheme", "layers", "observers")  # keys of a recipe
+HEADER = "ptq_found"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run's methods found.
+
+    Attributes:
+        settings: What decided on it: those of the recipe's keys that `SETTINGS` names.
+        tensors: By `<block>/<method>/<name>`.
+    """
+
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def under(cls, recipe: Recipe, tensors: Mapping[str, Tensor]) -> Found:
+        """Of a run of a recipe."""
+        settings = recipe.model_dump(mode="json", include=set(SETTINGS))
+        return cls(settings, {name: own.cpu().contiguous() for name, own in tensors.items()})
+
+    @classmethod
+    def load(cls, output: Path) -> Found:
+        """Read what a finished run left in its output folder.
+
+        Raises:
+            CheckpointError: the file is missing or damaged.
+        """
+        path = output / FOUND_FILE
+        try:
+            with safe_open(path, framework="pt") as file:
+                settings = json.loads((file.metadata() or {})[HEADER])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{path}: not a readable record of what a run found ({error}). Run the recipe "
+                "again to write it"
+            ) from error
+        return cls(settings, tensors)
+
+    def save(self, output: Path) -> None:
+        """Write the file; it is replaced at once or not at all."""
+        header = {HEADER: json.dumps(self.settings)}
+        replace_file(output / FOUND_FILE, save(dict(self.tensors), metadata=header))
+
+    def of(self, block: str, method: str) -> dict[str, Tensor]:
+        """What a method found in a block, such as the factors of each group, by its source."""
+        start = f"{block}/{method}/"
+        return {
+            name.removeprefix(start): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(start)
+        }
+
+    def options(self, method: str) -> dict[str, Any] | None:
+        """Options with which the run searched; None of a method that it did not have."""
+        return next((m for m in self.settings["methods"] if m["name"] == method), None)
+
+    def same_methods(self, recipe: Recipe, count: int) -> bool:
+        """Whether the first methods of a recipe are those of the run, options and all."""
+        mine = recipe.model_dump(mode="json", include={"methods"})["methods"][:count]
+        return self.settings["methods"][:count] == mine
+
+    def differing(self, recipe: Recipe) -> list[str]:
+        """Keys beside the methods in which a recipe is not the run's."""
+        mine = recipe.model_dump(mode="json", include=set(SETTINGS))
+        return [key for key in SETTINGS[1:] if mine[key] != self.settings[key]]
+
+    def recalled(self, recipe: Recipe) -> list[str]:
+        """Methods of a recipe that take what the run found, in the recipe's order.
+
+        Those up to one must be the run's own; ranges hold for the run's scheme and observers only.
+        """
+        names, order = [], [spec.name for spec in recipe.methods]
+        for spec, method in block_methods(recipe.methods):
+            holds = method.keeps == "factors" or (
+                method.keeps == "ranges" and not self.differing(recipe)
+            )
+            if holds and self.same_methods(recipe, order.index(spec.name) + 1):
+                names.append(spec.name)
+        return names
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
+from calibrate.workers import BackgroundWriter
 from formats.adapters.factors import read_factors
 from formats.checkpoint.write import CheckpointWriter
 from formats.command import bar, on_terminal, say
@@ -38,23 +39,21 @@ from ptq.pipeline.artifact import (
     FISHER_FOLDER,
     HESSIANS_FOLDER,
     Artifact,
+    Found,
     drop_moments,
     expect_moments,
     keep_moments,
     save_moments,
 )
 from ptq.pipeline.emit import emit_rest
-from ptq.pipeline.found import Found
 from ptq.pipeline.gradients import GradientStore
-from ptq.pipeline.head import solve_head
 from ptq.pipeline.key import gradients_key, key_of, run_facts, seen_key
 from ptq.pipeline.live import LiveTable
-from ptq.pipeline.predicting import solve_predicting
+from ptq.pipeline.outside import solve_head, solve_predicting
 from ptq.pipeline.resume import BlockRecord, ResumableRun, SolvedBlock, discard
 from ptq.pipeline.solvable import check_solvable
 from ptq.pipeline.solver import BlockSolver
 from ptq.pipeline.team import fast_products
-from ptq.pipeline.writing import BackgroundWriter
 from ptq.plan.modules import head_weight, shard_bytes
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
@@ -62,9 +61,7 @@ from ptq.result import CalibrationSummary, QuantizationResult, Stopwatch
 from ptq.text import typed_path
 
 
-def quantize(
-    plan: Plan, *, force: bool = False, progress: bool = True, keep: bool = False
-) -> QuantizationResult:
+def quantize(plan: Plan, *, force: bool = False, progress: bool = True) -> QuantizationResult:
     """Quantize a model as planned.
 
     Writes below the recipe's output path: `checkpoint/` (whole or not at all), `recipe.yaml`
@@ -76,7 +73,6 @@ def quantize(
         plan: From `ptq.plan.plan.build_plan`.
         force: Replace an existing checkpoint, once the new one is complete.
         progress: Show a progress bar.
-        keep: Leave what a run needs to go on after its end, until `ptq.pipeline.resume.discard`.
 
     Raises:
         RecipeError: the calibration data cannot be used, or activations hold NaN or infinity.
@@ -86,7 +82,7 @@ def quantize(
     with watch.phase("data"):
         tokenizer = load_tokenizer(plan.recipe.model.folder)
         tokens = load_tokens(plan.recipe.dataset, tokenizer, "calibration")
-    return quantize_tokens(plan, tokens, force=force, progress=progress, keep=keep, watch=watch)
+    return quantize_tokens(plan, tokens, force=force, progress=progress, watch=watch)
 
 
 def quantize_tokens(
@@ -98,7 +94,11 @@ def quantize_tokens(
     keep: bool = False,
     watch: Stopwatch | None = None,
 ) -> QuantizationResult:
-    """`quantize` with given calibration tokens; arguments and errors as there."""
+    """`quantize` with given calibration tokens; arguments and errors as there.
+
+    Args:
+        keep: Leave what a run needs to go on after its end, until `ptq.pipeline.resume.discard`.
+    """
     output = plan.recipe.output.path
     driver = _Driver(plan, watch or Stopwatch(), CalibrationSummary.of(tokens))
     try:
@@ -172,7 +172,7 @@ class _Driver:
         self.gradients = GradientStore(output, gradients_key(plan, self.model, facts))
         self.background = BackgroundWriter()
         self.statistics = Statistics()
-        self.found: dict[str, dict[str, dict[str, Tensor]]] = {}
+        self.found: dict[str, Tensor] = {}  # by `<block>/<method>/<name>`
         left_out = self.model.left_out if isinstance(self.model, FloatModelView) else ()
         events = (Event(module=n, kind="left_out", message=LEFT_OUT) for n in left_out)
         self.records = [BlockRecord(events=tuple(events))]
@@ -340,7 +340,7 @@ class _Driver:
         writer.set_beside(solved.beside)
         writer.set_schemes(solved.record.schemes)
         self.statistics.merge(solved.statistics)
-        self.found[name] = solved.found
+        self.found |= {f"{name}/{own}": tensor for own, tensor in solved.found.items()}
         self.records.append(solved.record)
         if solved.record.cost is not None:
             self.table.add(solved.record.modules, solved.record.entries, solved.record.cost)

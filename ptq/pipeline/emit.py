@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from calibrate.observers import choose_absmax, clip_fraction
-from calibrate.roles import SINK_INPUT
-from calibrate.spec import ObserverSpec
+from calibrate.spec import SINK_INPUT, ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics
 from formats.adapters.factors import read_factors
 from formats.cache_scheme import CacheRole, KVCacheSpec

@@ -25,13 +25,12 @@ from torch import Tensor
 from calibrate.backward import IN_MEMORY, KeptInputs, backward
 from calibrate.gradients import BlockGradients, block_size
 from calibrate.stream import BlockStream
-from calibrate.workers import BlockWorkers
+from calibrate.workers import BackgroundWriter, BlockWorkers
 from formats.command import bar
 from formats.errors import CheckpointError
 from formats.files import fsync_path, replace_file, writing
 from formats.stored.safetensors_files import write_tensors
 from ptq.output import GRADIENTS_FOLDER
-from ptq.pipeline.writing import BackgroundWriter
 from ptq.plan.schedule import KEPT_MOMENTS
 
 MARK = "gradients.json"
@@ -68,10 +67,7 @@ class GradientStore:
         try:
             return BlockGradients.from_state(load_file(path))
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{path}: what an earlier run left is damaged ({error}). Remove the folder and run "
-                "the recipe again"
-            ) from error
+            raise damaged(path, error) from error
 
     def make(
         self,
@@ -143,7 +139,15 @@ def run_backward(sequences: Sequence[Tensor], most: int) -> list[Tensor]:
     return samples
 
 
-def discard_gradients(output: Path) -> None:
-    """Remove what is kept of a backward pass."""
-    (output / GRADIENTS_FOLDER / MARK).unlink(missing_ok=True)
-    shutil.rmtree(output / GRADIENTS_FOLDER, ignore_errors=True)
+def damaged(path: Path, error: Exception) -> CheckpointError:
+    """The error of a file or a folder that is kept for going on, and cannot be read."""
+    return CheckpointError(
+        f"{path}: what an earlier run left is damaged ({error}). Remove the folder and run the "
+        "recipe again"
+    )
+
+
+def discard_folder(folder: Path, mark: str) -> None:
+    """Remove a folder; what says that it is whole goes first: a kill leaves nothing to trust."""
+    (folder / mark).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -46,15 +46,8 @@ RECIPE = "recipe"  # among the facts
 SHOWING = tuple(f"ptq/pipeline/{name}.py" for name in ("live", "timing"))  # in them
 
 
-def run_key(
-    plan: Plan, model: FloatModel, fingerprint: str, device: torch.device | None = None
-) -> str:
-    """SHA-256 of `run_facts`; arguments as there."""
-    return key_of(run_facts(plan, model, fingerprint, device))
-
-
 def key_of(facts: Mapping[str, str]) -> str:
-    """One number for what decides."""
+    """One number for what decides, such as `run_facts`: a SHA-256."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from calibrate.statistics import Statistics
+from calibrate.workers import BackgroundWriter
 from formats.command import Terminated
 from formats.errors import CheckpointError, DiskFullError
 from formats.files import fsync_path, replace_file, writing
@@ -44,10 +44,9 @@ from formats.scale_table import ScaleEntry
 from formats.scheme import LayerScheme, Strict
 from formats.stored.safetensors_files import SafetensorsFile, write_tensors
 from ptq.methods.common.events import Event, SmoothingRow
-from ptq.output import PROGRESS_FILE, RESUME_FOLDER
-from ptq.pipeline.gradients import discard_gradients
+from ptq.output import GRADIENTS_FOLDER, PROGRESS_FILE, RESUME_FOLDER
+from ptq.pipeline.gradients import MARK, damaged, discard_folder
 from ptq.pipeline.key import differences
-from ptq.pipeline.writing import BackgroundWriter
 from ptq.result import BlockRow, ModuleRow
 
 MOST_TOLD = 6  # settings in which two runs differ
@@ -74,14 +73,14 @@ class SolvedBlock:
         beside: What is stored beside the served files, of its cache and its sink tokens, by name.
         record: Rows of the record.
         statistics: What calibration saw.
-        found: What methods found by running samples, by method and name.
+        found: What methods found by running samples, by `<method>/<name>`.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     beside: dict[str, Tensor] = field(default_factory=dict)
     record: BlockRecord = field(default_factory=BlockRecord)
     statistics: Statistics = field(default_factory=Statistics)
-    found: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    found: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Progress(Strict):
@@ -112,7 +111,7 @@ class ResumableRun:
 
     Args:
         output: The run's output folder.
-        key: From `ptq.pipeline.key.run_key`; what another key has left is removed.
+        key: From `ptq.pipeline.key.key_of`; what another key has left is removed.
         total: Blocks of the model.
         facts: What the key stands for.
 
@@ -133,7 +132,7 @@ class ResumableRun:
         if self.left is not None and self.left.key == key:
             self.done = self._solved = self.left.blocks
             return
-        _clear(self._folder)
+        discard_folder(self._folder, PROGRESS_FILE)
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
         self._progress(0)
@@ -201,10 +200,8 @@ class ResumableRun:
         self._due = end + (end - begin) / SHARE
 
     def _save_block(self, name: str, solved: SolvedBlock) -> None:
-        arrays = {f"tensor/{key}": tensor for key, tensor in solved.tensors.items()}
-        arrays |= {f"beside/{key}": tensor for key, tensor in solved.beside.items()}
-        for method, found in solved.found.items():
-            arrays |= {f"found/{method}/{name}": t.cpu() for name, t in found.items()}
+        parts = {"tensor": solved.tensors, "beside": solved.beside, "found": solved.found}
+        arrays = {f"{kind}/{key}": t for kind, own in parts.items() for key, t in own.items()}
         order = {"order": json.dumps(list(solved.tensors))}
         self._write(f"{name}.safetensors", arrays, order)
         replace_file(self._folder / f"{name}.json", solved.record.model_dump_json().encode())
@@ -217,24 +214,19 @@ class ResumableRun:
             CheckpointError: its files are damaged.
         """
         path = self._folder / self._name(index)
+        parts: dict[str, dict[str, Tensor]] = {"tensor": {}, "beside": {}, "found": {}}
         try:
             file = SafetensorsFile(Path(f"{path}.safetensors"))
+            for key in file.tensors:
+                kind, _, name = key.partition("/")
+                parts[kind][name] = file.tensor(key)
             order = json.loads(file.metadata["order"])  # a file sorts its tensors otherwise
-            tensors = {name: file.tensor(f"tensor/{name}") for name in order}
-            beside = {
-                key.removeprefix("beside/"): file.tensor(key)
-                for key in file.tensors
-                if key.startswith("beside/")
-            }
-            found: dict[str, dict[str, Tensor]] = {}
-            for key in (key for key in file.tensors if key.startswith("found/")):
-                _, method, name = key.split("/", 2)
-                found.setdefault(method, {})[name] = file.tensor(key)
+            tensors = {name: parts["tensor"][name] for name in order}
             record = BlockRecord.model_validate_json(Path(f"{path}.json").read_bytes())
             statistics = Statistics.load(Path(f"{path}.statistics"))
         except (OSError, ValueError, KeyError, CheckpointError) as error:
-            raise self._damaged(error) from error
-        return SolvedBlock(tensors, beside, record, statistics, found)
+            raise damaged(self._folder, error) from error
+        return SolvedBlock(tensors, parts["beside"], record, statistics, parts["found"])
 
     def states(self) -> tuple[list[Tensor], list[Tensor] | None]:
         """Hidden states after the last stored block: of the float model, and quantized if kept.
@@ -245,7 +237,7 @@ class ResumableRun:
         try:
             arrays = load_file(self._folder / self._states(self.done - 1))
         except (OSError, SafetensorError) as error:
-            raise self._damaged(error) from error
+            raise damaged(self._folder, error) from error
         count = sum(key.startswith("float/") for key in arrays)
         quantized = [arrays[f"quantized/{i}"] for i in range(count) if f"quantized/{i}" in arrays]
         return [arrays[f"float/{i}"] for i in range(count)], quantized or None
@@ -267,12 +259,6 @@ class ResumableRun:
             write_tensors(temporary, {key: t.contiguous() for key, t in arrays.items()}, metadata)
             os.replace(temporary, self._folder / name)
             fsync_path(self._folder)
-
-    def _damaged(self, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"{self._folder}: what an earlier run left is damaged ({error}). Remove the folder and "
-            "run the recipe again"
-        )
 
     @staticmethod
     def _name(index: int) -> str:
@@ -300,13 +286,7 @@ def telling_what_is_kept(output: Path) -> Iterator[None]:
 
 def discard(output: Path) -> None:
     """Remove what is kept for going on, and the output folder where nothing else is in it."""
-    _clear(output / RESUME_FOLDER)
-    discard_gradients(output)
+    discard_folder(output / RESUME_FOLDER, PROGRESS_FILE)
+    discard_folder(output / GRADIENTS_FOLDER, MARK)
     with contextlib.suppress(OSError):
         output.rmdir()
-
-
-def _clear(folder: Path) -> None:
-    """Remove the folder; what counts its blocks goes first: a kill leaves nothing to trust."""
-    (folder / PROGRESS_FILE).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Iterator
 
-from calibrate.roles import SINK_INPUT
+from calibrate.spec import SINK_INPUT
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
 from ptq.methods.common.method import Method

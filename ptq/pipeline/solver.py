@@ -142,7 +142,7 @@ class BlockSolver:
                 method.prepare(work)
         with self.watch.phase("measure"):
             baseline = self._compared(work, "rounding", round_to_nearest)
-        seen, found = Statistics(), {}  # which the artifact keeps
+        seen, found = Statistics(), dict[str, Tensor]()  # which the artifact keeps
         seen.update(work.seen.statistics)
         for i, (spec, method) in enumerate(zip(self.specs, self.methods, strict=True)):
             with self.watch.phase(spec.name):
@@ -150,7 +150,7 @@ class BlockSolver:
                     self.artifact.recall(work, spec, method)  # what an earlier run found
                 else:
                     self.team.solve(work, method, spec.name)
-                found[spec.name] = method.found()
+                found |= {f"{spec.name}/{name}": own for name, own in method.found().items()}
                 method.commit(work)
                 if method.folds:
                     self.team.take(work.block)

@@ -12,7 +12,7 @@ the two; nothing is loaded again.
 and multiplies what reads it, rotation turns the residual stream, and a quantized layer fits only
 among others that were treated likewise. It puts together what the checkpoint holds in float (norms,
 biases, embedding, head) and the weights that its quantized layers had before they were rounded,
-from what the run found and kept (`ptq.pipeline.found`).
+from what the run found and kept (`ptq.pipeline.artifact`).
 """
 
 from __future__ import annotations

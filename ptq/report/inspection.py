@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from calibrate.roles import SINK_INPUT
+from calibrate.spec import SINK_INPUT
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RequestError

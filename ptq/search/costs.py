@@ -30,7 +30,7 @@ from kernels.numerics import dequantize
 from ptq.methods.common.float_model import FloatModel, FloatModelView, config_of
 from ptq.methods.common.rounding import round_weight
 from ptq.methods.costs import INPUTS, WEIGHTS, CostsSpec
-from ptq.pipeline.found import Found
+from ptq.pipeline.artifact import Found
 from ptq.plan.modules import head_weight
 from ptq.plan.plan import Plan
 from ptq.plan.preflight import predict_checkpoint, weight_bytes

@@ -37,7 +37,7 @@ from ptq.methods.registry import METHODS, view_of
 from ptq.output import BUDGET_FOLDER, CHECKPOINT_FOLDER, RECIPE_FILE
 from ptq.pipeline import driver
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.key import run_key
+from ptq.pipeline.key import key_of, run_facts
 from ptq.plan.devices import devices_of
 from ptq.plan.plan import Plan, build_plan
 from ptq.recipe.budget import BudgetSpec
@@ -91,7 +91,7 @@ def count_costs(
     plan = build_plan(recipe, checkpoint, loaded.where, force=True)
     model = view_of(checkpoint, recipe.methods)
     device = devices_of(recipe)[0]
-    key = run_key(plan, model, tokens.fingerprint, device)
+    key = key_of(run_facts(plan, model, tokens.fingerprint, device))
     folder = recipe.output.path
     if (folder / COSTS_FILE).is_file() and (known := Costs.load(folder)).key == key:
         return known, Artifact.load(folder)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from calibrate.roles import SINK_INPUT, SINK_TOKENS
+from calibrate.spec import SINK_INPUT, SINK_TOKENS, ObserverSpec
 from formats.families.groups import SmoothingGroup
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from calibrate.block import DecoderBlock
     from calibrate.gradients import BlockGradients, FisherFactors
-    from calibrate.spec import ObserverSpec
     from calibrate.statistics import Key, Statistics
     from calibrate.tensor_statistics import TensorStatistics
     from formats.stored.weights import StoredWeight

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from calibrate.roles import SINK_INPUT
+from calibrate.spec import SINK_INPUT
 from formats.families.groups import SmoothingGroup
 from formats.namespace import later
 from ptq.methods.common.block import (

@@ -25,7 +25,7 @@ from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.output import RESUME_FOLDER, is_taken, unfinished
 from ptq.pipeline import driver as pipeline
 from ptq.pipeline import resume, solver
-from ptq.pipeline.key import DECIDING, code_key, deciding_files, run_key
+from ptq.pipeline.key import DECIDING, code_key, deciding_files, key_of, run_facts
 from ptq.pipeline.resume import ResumableRun
 from tests.families import but_in_ci
 from tests.ptq.quantizing import Stop, make_plan, random_tokens, stopped_run
@@ -187,16 +187,16 @@ def test_all_code_that_decides_is_counted():
 def test_another_run_starts_over(model, tmp_path):
     checkpoint, output = Checkpoint.open(model), tmp_path / "out"
     plan = make_plan(model, output)
-    key = run_key(plan, checkpoint, "f")
-    assert key == run_key(make_plan(model, tmp_path / "elsewhere"), checkpoint, "f")
+    key = key_of(run_facts(plan, checkpoint, "f"))
+    assert key == key_of(run_facts(make_plan(model, tmp_path / "elsewhere"), checkpoint, "f"))
     others = {
-        run_key(plan, checkpoint, "other tokens"),
-        run_key(make_plan(model, output, "a8w8"), checkpoint, "f"),
+        key_of(run_facts(plan, checkpoint, "other tokens")),
+        key_of(run_facts(make_plan(model, output, "a8w8"), checkpoint, "f")),
     }
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        others.add(run_key(plan, checkpoint, "f"))
+        others.add(key_of(run_facts(plan, checkpoint, "f")))
     finally:
         torch.set_num_threads(threads)
     assert len(others | {key}) == 4

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from calibrate.data import TokenSet
-from calibrate.roles import SINK_INPUT
+from calibrate.spec import SINK_INPUT
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from inference.config import EngineConfig

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
+from calibrate.workers import BackgroundWriter
 from formats.checkpoint.write import CheckpointWriter
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline import driver
 from ptq.pipeline.solver import BlockSolver
-from ptq.pipeline.writing import BackgroundWriter
 from tests.ptq.quantizing import make_plan, quantize_tokens, random_tokens
 
 

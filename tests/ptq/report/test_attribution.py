@@ -20,8 +20,8 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.shift import ShiftSpec
 from ptq.methods.smooth_k import SmoothKSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
+from ptq.output import FOUND_FILE
 from ptq.pipeline.driver import quantize_tokens
-from ptq.pipeline.found import FOUND_FILE
 from ptq.recipe.reading import load_recipe, resolved_yaml
 from ptq.recipe.schema import AttributionSpec
 from ptq.report import attribution

@@ -1,14 +1,21 @@
-"""The layer that gives logits, solved after the last block, some of its rows at a time.
+"""Layers outside of the decoder blocks: the one that gives logits, and those for further tokens.
 
-Every row of it reads the same: what is seen of its input, by `BlockStream.finish`, serves all. So
-memory is that of some rows (`ptq.plan.modules.piece_rows`), whatever the vocabulary. It is a block
-of one layer to the methods that round.
+The head is solved after the last block, some of its rows at a time. Every row of it reads the same:
+what is seen of its input, by `BlockStream.finish`, serves all. So memory is that of some rows
+(`ptq.plan.modules.piece_rows`), whatever the vocabulary. It is a block of one layer to the methods
+that round.
+
+Layers that predict further tokens are rounded to the nearest: no sample runs through them. What
+drafts costs no accuracy, only drafts that are not accepted, so that these layers are solved by
+their weights alone, whatever methods the recipe has: scales by absmax, of less than 8 bits by the
+search for the least squared error. Inputs are scaled when they arrive. What is lost of a weight
+stands beside its scales; the layers in the record are those whose outputs are measured.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,13 +29,17 @@ from formats.scale_table import ScaleEntry
 from formats.stored.weights import StoredWeight, join_weights, weight_tensors
 from ptq.methods.common.block import BlockSettings, BlockWork
 from ptq.methods.common.events import Event
+from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.rounding import round_to_nearest
-from ptq.pipeline.emit import linear_entries
-from ptq.pipeline.measure import LayerPowers, module_row, powers
+from ptq.pipeline.emit import layer_tensors, linear_entries
+from ptq.pipeline.measure import LayerPowers, measure, module_row, module_rows, powers
 from ptq.pipeline.resume import BlockRecord, SolvedBlock
 from ptq.pipeline.solver import BlockSolver
 from ptq.plan.modules import HEAD_STAGES, head_weight, piece_rows
+from ptq.plan.plan import Plan
 from ptq.result import BlockRow, ModuleRow
+
+ABSMAX_BITS = 8  # from which on scales of layers for further tokens need no search
 
 
 class HeadBlock(DecoderBlock):
@@ -44,12 +55,8 @@ class HeadBlock(DecoderBlock):
     def __init__(
         self, name: str, weight: Tensor, inputs: list[Tensor], device: torch.device
     ) -> None:
-        module, linear = nn.Module(), nn.Linear(*weight.shape[::-1], bias=False, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        module.add_module("head", linear)
-        super().__init__(
-            name, None, "", module, inputs, Handed(), device=device, names={"": "", "head": name}
-        )
+        module, names = _linears({name: weight}, "")
+        super().__init__(name, None, "", module, inputs, Handed(), device=device, names=names)
 
     def run(self, sample: int, *, on_input: OnInput | None = None, **_: object) -> Tensor:
         """Show what the head reads; logits are not computed."""
@@ -199,3 +206,71 @@ def _joined(gathered: _Solved, row: ModuleRow) -> Iterator[ScaleEntry]:
                 "sqnr_db": row.weight_sqnr_db,
             }
         )
+
+
+def solve_predicting(
+    plan: Plan, model: FloatModel, device: torch.device
+) -> Iterator[tuple[str, SolvedBlock]]:
+    """Round the linear layers of a plan's model that are in such layers.
+
+    Args:
+        model: As the recipe's methods see it.
+        device: Where they are rounded.
+
+    Yields:
+        Layers that are merged at run time together, and every other one alone: a name, and what
+        the checkpoint gets.
+
+    Raises:
+        CheckpointError: a weight holds NaN or infinity.
+    """
+    merged: dict[str, list[str]] = {}
+    of = {module.name: module.fused_group or module.name for module in plan.modules}
+    for name in plan.predicting:
+        merged.setdefault(of[name], []).append(name)
+    for group, names in merged.items():
+        read = ((name, check_finite(name, model.tensor(f"{name}.weight"))) for name in names)
+        weights = {name: weight.to(device).float() for name, weight in read}
+        work = _work(plan, model, group, weights, device)
+        spec = work.weight_spec(names[0])
+        work.quantized = round_to_nearest(work, "mse" if spec.bits < ABSMAX_BITS else "absmax")
+        rows = module_rows(work, {}, measure(work, work.quantized))
+        layers = layer_tensors(model, work).items()
+        tensors = {f"{n}.{leaf}": tensor for n, own in layers for leaf, tensor in own.items()}
+        record = BlockRecord(entries=tuple(linear_entries(work, rows)))
+        yield group, SolvedBlock(tensors, record=record)
+
+
+def _work(
+    plan: Plan,
+    model: FloatModel,
+    group: str,
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+) -> BlockWork:
+    """Layers as a block that no sample runs through."""
+    module, names = _linears(weights, group)
+    schemes = plan.schemes
+    return BlockWork(
+        block=DecoderBlock(group, None, None, module, [], Handed(), device=device, names=names),
+        settings=BlockSettings(plan.recipe.observers.input, dict.fromkeys(weights, group)),
+        dtype_of=model.dtype,
+        scheme=plan.recipe.scheme,
+        schemes={name: schemes[name] for name in weights},
+        targets=tuple(weights),
+    )
+
+
+def _linears(weights: Mapping[str, Tensor], name: str) -> tuple[nn.Module, dict[str, str]]:
+    """Linear layers of such weights in a module, and full names by those that they have in it.
+
+    Args:
+        name: Full name of the module itself.
+    """
+    module, names = nn.Module(), {"": name}
+    for index, (full_name, weight) in enumerate(weights.items()):
+        linear = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        module.add_module(str(index), linear)
+        names[str(index)] = full_name
+    return module, names
