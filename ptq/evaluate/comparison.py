@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from calibrate.data import TokenSet
 from calibrate.workers import Workers
 from formats.checkpoint.read import Checkpoint
 from formats.command import bar
@@ -19,11 +20,30 @@ from inference.accuracy import Accuracy, Scorer, SequenceScores, check_sequences
 from inference.backend import choose_backend
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.scheduling.blocks import blocks_for
 from inference.transformers_code.model import read_shape
 from ptq.plan.devices import on_gpu
-from ptq.recipe.schema import DevicesSpec, Recipe
+from ptq.recipe.schema import DevicesSpec, Recipe, SpeedSpec
 
 Pair = tuple[Scorer, Scorer]  # the original and what is judged
+
+
+def engine_config(evaluation: TokenSet, speed: SpeedSpec | None, far: int = 0) -> EngineConfig:
+    """Room for the longest sequence, one of `far` tokens too, and for the measurement of speed at
+    once."""
+    both = (evaluation, evaluation.also or evaluation)
+    longest = max(2, far, *(tokens.ids.shape[1] for tokens in both))
+    places, blocks = 1, 1
+    if speed is not None:
+        total = speed.prompt_tokens + speed.new_tokens
+        longest, places = max(longest, total), speed.batch
+        blocks = places * blocks_for(total)
+    return EngineConfig(
+        max_batch_size=places,
+        max_model_len=longest,
+        kv_blocks=max(blocks, blocks_for(longest)),
+        prefix_cache=False,  # each run of a load is to compute its prompts
+    )
 
 
 def open_both(

@@ -22,12 +22,10 @@ from formats.tokenizer import load_tokenizer
 from inference.accuracy import Accuracy, compare, score_long
 from inference.bench.figures import environment, measure_in_turns
 from inference.bench.load import Load, run_once
-from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.blocks import blocks_for
 from inference.transformers_code.model import CodeModel
 from ptq.evaluate import figures
-from ptq.evaluate.comparison import compare_on, open_both, report_devices
+from ptq.evaluate.comparison import compare_on, engine_config, open_both, report_devices
 from ptq.evaluate.figures import TaskRow
 from ptq.output import STATISTICS_FILE
 from ptq.peers.measure import PeerRow, measure_peers
@@ -271,24 +269,6 @@ def _long_text(plan: Plan, sequences: Sequence[Tensor]) -> Tensor | None:
 def attributed(sequences: Sequence[Tensor], spec: AttributionSpec) -> list[Tensor]:
     """The starts of some sequences, on which every part of the loss is measured."""
     return [ids[: spec.tokens] for ids in spread(sequences, spec.sequences)]
-
-
-def engine_config(evaluation: TokenSet, speed: SpeedSpec | None, far: int = 0) -> EngineConfig:
-    """Room for the longest sequence, one of `far` tokens too, and for the measurement of speed at
-    once."""
-    both = (evaluation, evaluation.also or evaluation)
-    longest = max(2, far, *(tokens.ids.shape[1] for tokens in both))
-    places, blocks = 1, 1
-    if speed is not None:
-        total = speed.prompt_tokens + speed.new_tokens
-        longest, places = max(longest, total), speed.batch
-        blocks = places * blocks_for(total)
-    return EngineConfig(
-        max_batch_size=places,
-        max_model_len=longest,
-        kv_blocks=max(blocks, blocks_for(longest)),
-        prefix_cache=False,  # each run of a load is to compute its prompts
-    )
 
 
 def _run_tasks(

@@ -14,6 +14,7 @@ from calibrate.data import TokenSet
 from formats.files import building_directory, write_bytes
 from inference.bench.figures import environment
 from inference.engine import Engine
+from ptq.evaluate.comparison import engine_config
 from ptq.output import REPORT_FOLDER
 from ptq.peers.measure import PeersRecord, measure_peers
 from ptq.plan.plan import Plan
@@ -21,7 +22,7 @@ from ptq.plan.preflight import read_data
 from ptq.report.advice import Advice, advise, shares_of, weakest
 from ptq.report.attribution import Attribution
 from ptq.report.data import ReportData
-from ptq.report.measure import engine_config, measure
+from ptq.report.measure import measure
 from ptq.report.page import Point, Section, Table, Top, drawn, html_page, markdown_page
 from ptq.report.parts import accuracy, loss, run
 from ptq.report.verdict import check_rows, strange_original, summary_rows, verdict_of

@@ -1,6 +1,23 @@
 """What a budget chooses from: for each group of layers, what each candidate takes and costs.
 
-`costs.json` keeps it beside the statistics that it was counted from, so that another budget is
+Layers that are multiplied as one are a group, and share a scheme. Its candidates are those that the
+target multiplies fast, bits apart:
+
+| inputs | `cpu`, `gpu`                                | `vllm`                         |
+|--------|---------------------------------------------|--------------------------------|
+| float  | int4 in groups of 128, 64 or 32; int8       | the same                       |
+| int8   | int4 in groups, inputs int8 by token; int8  | int4 in groups, inputs float;  |
+|        | weights, inputs as the recipe's scheme says | int8 as the scheme says        |
+| fp8    | not `cpu`: int4 in groups, inputs float;    | the same                       |
+|        | fp8 as the scheme says                      |                                |
+
+Where no such groups divide a layer's inputs, int4 has one scale for each output channel.
+
+Each has a kernel of its own there (`kernels.triton.linear.dispatch`; vLLM's Marlin and CUTLASS
+kernels of compressed-tensors), so that layers of several schemes stand side by side at full
+speed. What a kernel would compute as floats is no candidate.
+
+`costs.json` keeps that beside the statistics that it was counted from, so that another budget is
 solved without the model.
 
 The layer that gives logits is no part of a block, and what rounding it would cost is measured. Some
@@ -12,7 +29,7 @@ run again. The mean KL divergence between the two is the cost, in the same nats 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,10 +37,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from calibrate.stream import BlockStream
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, RecipeError
+from formats.families.names import expert_of
 from formats.files import replace_file
 from formats.modeling.layers import head_name
-from formats.scheme import PRESETS, LayerScheme, WeightSpec
+from formats.scheme import BLOCK, PRESETS, LayerScheme, Scheme, WeightSpec
 from formats.stored.weights import storage_format
 from formats.strict import Strict
 from kernels.numerics import dequantize
@@ -31,10 +49,10 @@ from ptq.methods.common.float_model import FloatModel, FloatModelView, config_of
 from ptq.methods.common.rounding import round_weight
 from ptq.methods.costs import INPUTS, WEIGHTS, CostsSpec
 from ptq.pipeline.artifact import Found
-from ptq.plan.modules import head_weight
+from ptq.plan.modules import ModulePlan, head_weight
 from ptq.plan.plan import Plan
 from ptq.plan.preflight import predict_checkpoint, weight_bytes
-from ptq.search.candidates import Group, groups_of
+from ptq.recipe.budget import Target
 
 COSTS_FILE = "costs.json"
 SCHEMES = {
@@ -43,6 +61,64 @@ SCHEMES = {
     "w4_g32": LayerScheme(weights=WeightSpec(dtype="int4", granularity="group", group_size=32)),
 }  # of a head
 FLOAT = "float"  # the name of a group's candidate that leaves it as it is
+GROUPS = (BLOCK, 64, 32)  # sizes that int4 candidates have
+
+
+def candidates(scheme: LayerScheme, target: Target) -> dict[str, LayerScheme]:
+    """Schemes by their short names, such as `w4_g64`; the fewest bits first.
+
+    Args:
+        scheme: Of the recipe: it says what inputs are.
+        target: Where the model is to run.
+
+    Raises:
+        RecipeError: the target does not multiply such inputs.
+    """
+    if scheme.activations is not None and scheme.activations.dtype != "int8" and target == "cpu":
+        raise RecipeError(
+            "budget.target: found cpu, which multiplies no fp8 inputs; use the target gpu or vllm, "
+            "or a scheme with float or int8 inputs, such as w4 or a8w4"
+        )
+    return {Scheme(**dict(one)).wac: one for one in _candidates(scheme, target)}
+
+
+def _candidates(scheme: LayerScheme, target: Target) -> Iterator[LayerScheme]:
+    inputs, weights = scheme.activations, scheme.weights
+    integer = inputs is not None and inputs.dtype == "int8" and target != "vllm"
+    token = PRESETS["a8w4"].activations if integer else None
+    two_level = token is not None and weights is not None and weights.two_level
+    for size in GROUPS:
+        spec = WeightSpec(dtype="int4", granularity="group", group_size=size, two_level=two_level)
+        yield LayerScheme(weights=spec, activations=token)
+    yield LayerScheme(weights=WeightSpec(dtype="int4"), activations=token)
+    if inputs is None or weights is None:
+        yield LayerScheme(weights=WeightSpec())
+    elif weights.bits == 8:
+        yield scheme if not isinstance(scheme, Scheme) else scheme.of_layers
+    else:
+        yield LayerScheme(weights=WeightSpec(), activations=inputs)
+
+
+def groups_of(plan: Plan) -> dict[str, list[ModulePlan]]:
+    """The layers that are quantized, in groups, in the model's order.
+
+    Layers that are merged at run time are one group, and so are all experts of a block, whose
+    products run together.
+
+    Returns:
+        Layers by the full name of what they become, such as `model.layers.0.self_attn.qkv_proj`.
+    """
+    found: dict[str, list[ModulePlan]] = {}
+    for module in plan.modules:
+        if module.action == "quantize" and module.name not in plan.predicting:
+            found.setdefault(_label(module), []).append(module)
+    return found
+
+
+def _label(module: ModulePlan) -> str:
+    if expert_of(module.name) is not None:
+        return f"{module.name.partition('.experts.')[0]}.experts"
+    return module.fused_group or module.name
 
 
 class Cost(Strict):
@@ -173,9 +249,9 @@ def gather(
 ) -> Costs:
     """Costs by group of what a run has counted layer by layer."""
     counted = {name.split("/", 2)[2]: tensor for name, tensor in found.tensors.items()}
-    of_blocks = [group for group in groups_of(plan) if group.label != plan.head]
-    groups = tuple(_group(group, spec, names, counted, model) for group in of_blocks)
-    quantized = {module.name for group in of_blocks for module in group.layers}
+    of_blocks = {label: own for label, own in groups_of(plan).items() if label != plan.head}
+    groups = tuple(_group(*group, spec, names, counted, model) for group in of_blocks.items())
+    quantized = {module.name for layers in of_blocks.values() for module in layers}
     caches = [plan.recipe.cache_of(block) for block in plan.blocks]
     alone = sum(
         math.prod(model.shape(f"{name}.weight")) * model.dtype(f"{name}.weight").itemsize
@@ -196,14 +272,15 @@ def gather(
 
 
 def _group(
-    group: Group,
+    label: str,
+    modules: Sequence[ModulePlan],
     spec: CostsSpec,
     names: list[str],
     counted: Mapping[str, Tensor],
     model: FloatModel,
 ) -> GroupCosts:
     none = torch.zeros(len(names), dtype=torch.float64)
-    layers = [module.name for module in group.layers]
+    layers = [module.name for module in modules]
     weights, inputs = (
         sum((counted.get(f"{kind}/{name}", none) for name in layers), none)
         for kind in (WEIGHTS, INPUTS)
@@ -213,7 +290,7 @@ def _group(
             scheme=name,
             nbytes=sum(
                 weight_bytes(scheme, module.shape, model.dtype(f"{module.name}.weight"))
-                for module in group.layers
+                for module in modules
             ),
             weights=weights[i].item(),
             inputs=inputs[i].item(),
@@ -222,9 +299,9 @@ def _group(
         if not bool(weights[i].isnan())
     ]
     return GroupCosts(
-        label=group.label,
+        label=label,
         layers=tuple(layers),
-        elements=sum(math.prod(module.shape) for module in group.layers),
+        elements=sum(math.prod(module.shape) for module in modules),
         candidates=tuple(candidates),
     )
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -103,19 +103,17 @@ class Measured(Strict):
         self.of[",".join(schemes)] = tried
         replace_file(folder / MEASURED_FILE, (self.model_dump_json() + "\n").encode())
 
-    def excess(self, costs: Costs, budget: BudgetSpec) -> float | None:
-        """What measured loss is of the predicted one, of the last choice; None without any."""
-        return self._excess(costs, lambda accuracy: loss_of(budget, accuracy))
+    def excess(self, costs: Costs, budget: BudgetSpec | None = None) -> float | None:
+        """What measured loss is of the predicted one, of the last choice; None without any.
 
-    def kl_excess(self, costs: Costs) -> float | None:
-        """The same of the KL divergence, whatever the budget limits."""
-        return self._excess(costs, lambda accuracy: accuracy.kl_mean)
-
-    def _excess(self, costs: Costs, loss: Callable[[Accuracy], float]) -> float | None:
+        It is the loss that the budget limits; the KL divergence without one.
+        """
         for schemes, tried in reversed(self.of.items()):
             predicted = costs.predicted(schemes.split(","))
             if predicted:
-                return max(loss(tried.accuracy), 1e-9) / predicted
+                kl = tried.accuracy.kl_mean
+                measured = kl if budget is None else loss_of(budget, tried.accuracy)
+                return max(measured, 1e-9) / predicted
         return None
 
 

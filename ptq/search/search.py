@@ -28,9 +28,7 @@ from formats.command import say
 from formats.errors import RecipeError
 from formats.families.names import HEAD
 from inference.accuracy import Accuracy
-from inference.config import EngineConfig
-from inference.scheduling.blocks import blocks_for
-from ptq.evaluate.comparison import compare_on, open_both, report_devices
+from ptq.evaluate.comparison import compare_on, engine_config, open_both, report_devices
 from ptq.methods.common.spec import Stage
 from ptq.methods.costs import CostsSpec
 from ptq.methods.registry import METHODS, view_of
@@ -44,9 +42,8 @@ from ptq.recipe.budget import BudgetSpec
 from ptq.recipe.reading import LoadedRecipe, resolved_yaml
 from ptq.recipe.schema import LayersSpec, OutputSpec, Recipe, ReportSpec, StatisticsSpec
 from ptq.result import QuantizationResult, load_result
-from ptq.search.candidates import candidates
 from ptq.search.choice import Frontier, Point, chosen_recipe, frontier
-from ptq.search.costs import COSTS_FILE, FLOAT, SCHEMES, Costs, gather, head_costs
+from ptq.search.costs import COSTS_FILE, FLOAT, SCHEMES, Costs, candidates, gather, head_costs
 from ptq.search.record import BudgetRecord, Curve, Measured, Trial, Tried, loss_of
 from ptq.text import size_text
 
@@ -194,9 +191,8 @@ class _Search:
 
     def run(self) -> Ordered:
         found = frontier(self.costs.options)
-        factor = self.measured.excess(self.costs, self.budget) or usual_excess(
-            self.budget, self.costs.rounding
-        )
+        known = self.measured.excess(self.costs, self.budget)
+        factor = known or usual_excess(self.budget, self.costs.rounding)
         for point in choices(found, self.budget, self.costs, self.trials, factor):
             self._try(point, self.trials[-1].excess if self.trials else factor)
         chosen = best(self.trials)
@@ -217,11 +213,10 @@ class _Search:
         if self.progress:
             say(_told(point, self.costs, factor))
         if ",".join(schemes) not in self.measured.of:
-            foretold = point.kl * (
-                self.measured.kl_excess(self.costs) or usual_kl_excess(self.costs.rounding)
-            )
+            excess = self.measured.excess(self.costs) or usual_kl_excess(self.costs.rounding)
             _, result = self._solved(schemes)
-            tried = Tried(accuracy=self._measure(result.checkpoint), foretold=foretold)
+            accuracy = self._measure(result.checkpoint)
+            tried = Tried(accuracy=accuracy, foretold=point.kl * excess)
             self.measured.add(self.seen.folder, schemes, tried)
         tried = self.measured.of[",".join(schemes)]
         accuracy = tried.accuracy
@@ -251,13 +246,7 @@ class _Search:
 
     def _measure(self, checkpoint: Path) -> Accuracy:
         sequences, recipe = self.evaluation.sequences(), self.loaded.recipe
-        longest = max(self.evaluation.ids.shape[1], 2)
-        config = EngineConfig(
-            max_batch_size=1,
-            max_model_len=longest,
-            kv_blocks=blocks_for(longest),
-            prefix_cache=False,
-        )
+        config = engine_config(self.evaluation, None)
         load = partial(open_both, (recipe.model.folder, checkpoint), config)
         return compare_on(report_devices(recipe), load, sequences, progress=self.progress)
 

@@ -22,7 +22,7 @@ from ptq.plan.plan import Plan, plan_recipe
 from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
 from ptq.report.inspection import inspect
-from ptq.search.candidates import candidates
+from ptq.search.costs import candidates
 from tests.ptq.plan.test_layer_schemes import logits, reference
 from tests.ptq.quantizing import random_tokens, write_header
 

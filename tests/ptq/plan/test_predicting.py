@@ -9,7 +9,7 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.two_sided import TwoSidedSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import describe_plan, explain
-from ptq.search.candidates import groups_of
+from ptq.search.costs import groups_of
 from tests.inference.speculate.methods.test_mtp_quantized import write_predicting
 from tests.inference.speculate.methods.test_mtp_states import write_knowing
 from tests.inference.transformers_code.test_states import write_small
@@ -50,7 +50,7 @@ def test_a_plan_tells_what_happens_with_each_of_its_layers(model, tmp_path):
     told = list(explain(plan, f"{LAYER}.mlp.down_proj"))
     assert len(told) == 2
     assert f"stored as {rounded}" in told[1]
-    assert not any(group.label.startswith(LAYER) for group in groups_of(plan))
+    assert not any(label.startswith(LAYER) for label in groups_of(plan))
 
 
 def test_a_recipe_leaves_it_alone_or_gives_it_a_scheme_of_its_own(model, tmp_path):

@@ -8,9 +8,8 @@ from formats.errors import RecipeError
 from formats.scheme import PRESETS
 from ptq import cli
 from ptq.recipe.budget import BudgetSpec, read_bytes
-from ptq.search.candidates import candidates
 from ptq.search.choice import frontier
-from ptq.search.costs import Cost, Costs, GroupCosts
+from ptq.search.costs import Cost, Costs, GroupCosts, candidates
 from ptq.search.search import best, choices, usual_excess
 
 SMALL = Cost(scheme="w4", nbytes=1000, weights=0.004, inputs=0.0)

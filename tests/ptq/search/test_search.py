@@ -17,8 +17,7 @@ from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import load_recipe
-from ptq.search.candidates import candidates
-from ptq.search.costs import Costs
+from ptq.search.costs import Costs, candidates
 from ptq.search.search import usual_kl_excess
 from tests.ptq.quantizing import make_plan, random_tokens
 
