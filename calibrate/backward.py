@@ -270,17 +270,14 @@ class BlockSums:
 
     def take(self, sample: int, gradient: Tensor) -> Tensor:
         """Take a sample's gradient at the block's outputs [tokens, hidden] to its inputs."""
-
-        def on_output(
-            name: str, g: Tensor, tokens: Tensor | None, count: int, x: Tensor | None
-        ) -> None:
-            self._of(name, OUTPUT).observe(sample, g, tokens, count, x)
-
-        def on_kv(role: str, g: Tensor) -> None:
-            self._of(self._block.attended, role).observe(sample, g)
-
-        self._of(self._block.name, STATES).observe(sample, gradient.to(self._block.device))
-        return self._block.backward(sample, gradient, on_output, on_kv)
+        block = self._block
+        self._of(block.name, STATES).observe(sample, gradient.to(block.device))
+        return block.backward(
+            sample,
+            gradient,
+            on_output=lambda name, *seen: self._of(name, OUTPUT).observe(sample, *seen),
+            on_kv=lambda role, g: self._of(block.attended, role).observe(sample, g),
+        )
 
     def merge(self, other: BlockSums) -> None:
         """Add what other samples have shown."""

@@ -224,18 +224,24 @@ class BlockStream:
             Called with a sample's token ids [tokens] and the hidden states after the last block
             [tokens, hidden]: its logits [tokens, vocabulary], with gradients.
         """
-        last = self._last
-        assert isinstance(last, LastRecorder), "the samples were not embedded"
-
-        def logits(ids: Tensor, hidden: Tensor) -> Tensor:
-            last.after = self._states(hidden)
-            return self._model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
-
         layer = self._model.get_output_embeddings()
         hook = layer.register_forward_hook(lambda _, __, out: on_output(out))
+        with hook, self._after_blocks() as last:
+
+            def logits(ids: Tensor, hidden: Tensor) -> Tensor:
+                last.after = self._states(hidden)
+                return self._model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
+
+            yield logits
+
+    @contextmanager
+    def _after_blocks(self) -> Iterator[LastRecorder]:
+        """For a while, the last block's recorder, from whose `after` the model's code goes on."""
+        last = self._last
+        assert isinstance(last, LastRecorder), "the samples were not embedded"
         try:
-            with hook, self._loaded_when_called():
-                yield logits
+            with self._loaded_when_called():
+                yield last
         finally:
             last.after = None
 
@@ -291,23 +297,19 @@ class BlockStream:
 
         The model's code makes it of the last block's outputs, by a norm as a rule.
         """
-        last, seen = self._last, list[Tensor]()
-        assert isinstance(last, LastRecorder), "the samples were not embedded"
+        seen = list[Tensor]()
 
         def stop(_: nn.Module, args: tuple[Tensor]) -> None:
             seen.append(args[0])
             raise AllRecordedError
 
-        head = self._model.get_output_embeddings().register_forward_pre_hook(stop)
-        try:
-            with head, self._loaded_when_called():
-                for i, hidden in enumerate(self.inputs):
-                    last.after = self._states(hidden.to(self.device))
-                    with suppress(AllRecordedError):
-                        self._model(**self._any_tokens(last.after), use_cache=False)
-                    self.inputs[i] = to_host(seen.pop()[0])
-        finally:
-            last.after = None
+        hook = self._model.get_output_embeddings().register_forward_pre_hook(stop)
+        with hook, self._after_blocks() as last:
+            for i, hidden in enumerate(self.inputs):
+                last.after = self._states(hidden.to(self.device))
+                with suppress(AllRecordedError):
+                    self._model(**self._any_tokens(last.after), use_cache=False)
+                self.inputs[i] = to_host(seen.pop()[0])
 
     def _states(self, hidden: Tensor) -> Tensor:
         """Hidden states after the last block, as the model's code has them."""

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
 from io import StringIO
 from typing import Any, cast
@@ -228,10 +228,7 @@ def evaluate(
 @contextmanager
 def _told_elsewhere(progress: bool) -> Iterator[None]:
     """Keep what lm-eval prints out of the result: on stderr, or nowhere without progress."""
-    with ExitStack() as stack:
-        if not progress:
-            stack.enter_context(redirect_stderr(StringIO()))
-        stack.enter_context(redirect_stdout(sys.stderr))
+    with nullcontext() if progress else redirect_stderr(StringIO()), redirect_stdout(sys.stderr):
         yield
 
 
