@@ -19,6 +19,7 @@ from inference.speculate.counts import DraftCounts
 from inference.speculate.methods.mtp import METHOD
 
 COMPLETED = 48  # tokens of a prompt, and after it
+CAPTION = 200  # characters of a prompt that are shown
 DEPTH, DRAFTED_PROMPT, DRAFTED_NEW = 3, 32, 64  # drafts of a step; tokens, likewise
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,11 @@ class Completion(Strict):
     original: str
     quantized: str
     common: int
+
+    @property
+    def caption(self) -> str:
+        """The end of the prompt, to stand over both."""
+        return f"… {self.prompt[-CAPTION:].strip()}"
 
 
 def complete(

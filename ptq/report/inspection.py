@@ -6,7 +6,7 @@ Outliers are channels whose magnitudes stand out in their tensor, and tokens tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -84,7 +84,7 @@ def outlier_row(module: str, role: str, channel_absmax: Tensor, top: int = 3) ->
     )
 
 
-def activation_outliers(statistics: Statistics, top: int = 3) -> list[OutlierRow]:
+def activation_outliers(statistics: Statistics) -> list[OutlierRow]:
     """One row for every input and cache that calibration observed, of the original model."""
     seen, rows = statistics.at(), list[OutlierRow]()
     for (module, role), stats in seen.items():
@@ -96,26 +96,24 @@ def activation_outliers(statistics: Statistics, top: int = 3) -> list[OutlierRow
             "peak_position": stats.peak_position,
             "sinks": None if sinks is None else sinks.absmax,
         }
-        rows.append(outlier_row(module, role, stats.channel_absmax, top).model_copy(update=about))
+        rows.append(outlier_row(module, role, stats.channel_absmax).model_copy(update=about))
     return rows
 
 
-def weight_outliers(checkpoint: Checkpoint, top: int = 3) -> list[OutlierRow]:
+def weight_outliers(checkpoint: Checkpoint) -> list[OutlierRow]:
     """One row for every linear layer of the decoder blocks, by output channel.
 
     Quantized weights count with the values that they stand for.
     """
-    return [outlier_row(*row, top) for row in _weights(checkpoint)]
-
-
-def _weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
+    rows = []
     for name in checkpoint.names():
         module, _, leaf = name.rpartition(".")
         if not is_projection(module) or leaf not in ("weight", "weight_packed"):
             continue
         floats = checkpoint.scheme_of(module).weights is None
         values = checkpoint.tensor(name).float() if floats else values_of(checkpoint, module)
-        yield module, "weight", values.abs().amax(dim=1)
+        rows.append(outlier_row(module, "weight", values.abs().amax(dim=1)))
+    return rows
 
 
 def by_ratio(rows: list[OutlierRow]) -> list[OutlierRow]:
@@ -183,21 +181,20 @@ class Inspection(Strict):
     predicting: tuple[str, ...] = ()
 
 
-def inspect(checkpoint: Checkpoint, pattern: str | None = None, channels: int = 3) -> Inspection:
+def inspect(checkpoint: Checkpoint, pattern: str | None = None) -> Inspection:
     """Look into a checkpoint.
 
     Args:
         pattern: Only modules whose name contains it, or matches it where it has `*` or `?`.
-        channels: Largest channels that are named of each tensor.
 
     Raises:
         RequestError: no module matches the pattern.
         CheckpointError: the statistics beside the checkpoint are damaged.
     """
-    outliers = weight_outliers(checkpoint, channels)
+    outliers = weight_outliers(checkpoint)
     statistics = checkpoint.path.resolve().parent / STATISTICS_FILE
     if statistics.is_file():
-        outliers += activation_outliers(Statistics.load(statistics), channels)
+        outliers += activation_outliers(Statistics.load(statistics))
     scales = _scales(checkpoint)
     modules = {row["module"] for row in scales} | {row.module for row in outliers}
     kept = {name for name in modules if pattern is None or matches(name, pattern)}

@@ -11,12 +11,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from ptq.report.generated import Completion
 
 ORIGINAL, QUANTIZED, LIMIT = "#64748b", "#2563eb", "#b91c1c"
 STYLE: dict[Any, Any] = {
@@ -112,21 +115,12 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two texts to be read side by side, and how many characters at their start are the same."""
-
-    caption: str
-    original: str
-    quantized: str
-    common: int
-
-
-@dataclass(frozen=True)
 class Section:
     """A headline, what its figures mean, and what is shown below it.
 
     Attributes:
         notes: Points of a list, above the plots.
+        pairs: Texts to be read side by side.
     """
 
     title: str
@@ -135,7 +129,7 @@ class Section:
     tables: tuple[Table, ...] = ()
     code: str = ""
     notes: tuple[str, ...] = ()
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[Completion, ...] = ()
 
 
 @dataclass(frozen=True)

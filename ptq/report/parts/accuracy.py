@@ -19,7 +19,6 @@ from ptq.report.page import (
     ORIGINAL,
     QUANTIZED,
     Cells,
-    Pair,
     Plot,
     Section,
     Table,
@@ -30,7 +29,6 @@ from ptq.report.verdict import other_texts
 from ptq.text import interval_text, percent, size_text
 
 APART = 0.16  # of an axis' length: labels of ticks that are nearer would run into each other
-SHOWN = 200  # characters of a prompt
 
 
 def perplexity_section(data: ReportData) -> Section:
@@ -252,15 +250,7 @@ def completions_section(data: ReportData) -> Section:
         f"likely token. {same} of {len(data.completions)} completions are equal; of the others, "
         "what follows the first difference is marked. One token that is chosen otherwise changes "
         "all that follows, so a difference is not yet a fault: read whether both make sense.",
-        pairs=tuple(
-            Pair(
-                caption=f"… {row.prompt[-SHOWN:].strip()}",
-                original=row.original,
-                quantized=row.quantized,
-                common=row.common,
-            )
-            for row in data.completions
-        ),
+        pairs=data.completions,
     )
 
 
