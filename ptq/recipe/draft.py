@@ -33,7 +33,7 @@ from formats.scheme import PRESETS
 from formats.stored.folder import read_config
 from ptq.methods.registry import METHODS
 from ptq.recipe.problems import MISSING, Faults, Where, child, describe, recipe_error
-from ptq.recipe.strict_yaml import Key, Origin, Problem, parse
+from ptq.recipe.strict_yaml import Document, Key, Origin, Problem, parse
 
 with later():
     from formats.adapters import settings as adapters
@@ -61,19 +61,13 @@ class Override(str):
 
 
 @dataclass
-class Draft:
-    """A recipe being read.
+class Draft(Document):
+    """A recipe being read: the document that it is in, with what was laid over it.
 
     Attributes:
-        data: Mappings, lists and scalars; the top is a mapping.
-        origins: Where each value was written.
-        problems: What is wrong with values that were read or overridden.
         unusable: Problems of short forms that stand for nothing.
     """
 
-    data: Any
-    origins: dict[Key, Origin]
-    problems: list[Problem]
     unusable: list[Problem] = field(default_factory=list)
 
     def at(self, key: Key, message: str) -> Problem:

@@ -51,7 +51,7 @@ class Problem(NamedTuple):
         return f"{self.origin}: {key}: {self.message}" if key else f"{self.origin}: {self.message}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Document:
     """A parsed document.
 
