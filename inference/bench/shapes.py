@@ -17,12 +17,11 @@ SIZES = (
 )
 
 
-def _config(family: str, *sizes: int, **others: Any) -> dict[str, Any]:
+def _config(named: dict[str, Any], *sizes: int, **others: Any) -> dict[str, Any]:
     """The config.json of a model: what all have, its sizes in the order of `SIZES`, and others."""
     shared = {"hidden_act": "silu", "tie_word_embeddings": False}
     shared |= {"bos_token_id": 0, "eos_token_id": 0, "rms_norm_eps": 1e-5}
-    shared |= {"model_type": family, "architectures": [ARCHITECTURES[family]]}
-    return shared | dict(zip(SIZES, sizes, strict=True)) | others
+    return shared | named | dict(zip(SIZES, sizes, strict=True)) | others
 
 
 def _yarn(base: float, factor: float, **others: Any) -> dict[str, Any]:
@@ -33,31 +32,44 @@ def _yarn(base: float, factor: float, **others: Any) -> dict[str, Any]:
 
 
 WINDOW, WHOLE = "sliding_attention", "full_attention"
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+}
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+}
+DEEPSEEK_V2 = {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
 }
 # fmt: off
 SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
-    "llama-1.1b": _config("llama", 2048, 16, 32, 8, 64, 8192, 32000, 16384, rope_theta=1e4),
-    "llama-3-8b": _config("llama", 4096, 32, 32, 8, 128, 14336, 128256, 131072, rope_theta=5e5),
-    "llama-3-70b": _config("llama", 8192, 80, 64, 8, 128, 28672, 128256, 131072, rope_theta=5e5),
+    "llama-1.1b": _config(LLAMA, 2048, 16, 32, 8, 64, 8192, 32000, 16384, rope_theta=1e4),
+    "llama-3-8b": _config(LLAMA, 4096, 32, 32, 8, 128, 14336, 128256, 131072, rope_theta=5e5),
+    "llama-3-70b": _config(LLAMA, 8192, 80, 64, 8, 128, 28672, 128256, 131072, rope_theta=5e5),
     "qwen3-30b-a3b": _config(
-        "qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, 40960,
+        QWEN3_MOE, 2048, 48, 32, 4, 128, 6144, 151936, 40960,
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
         norm_topk_prob=True, rms_norm_eps=1e-6, rope_theta=1e6,
     ),
     "gpt-oss-20b": _config(
-        "gpt_oss", 2880, 24, 64, 8, 64, 2880, 201088, 131072,
+        GPT_OSS, 2880, 24, 64, 8, 64, 2880, 201088, 131072,
         num_local_experts=32, num_experts_per_tok=4, swiglu_limit=7.0,
         attention_bias=True, sliding_window=128, layer_types=[WINDOW, WHOLE] * 12,
         rope_parameters=_yarn(150000.0, 32.0, truncate=False),
     ),
     "gemma-3-4b": _config(
-        "gemma3_text", 2560, 34, 8, 4, 256, 10240, 262208, 131072,
+        GEMMA3, 2560, 34, 8, 4, 256, 10240, 262208, 131072,
         tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=256, sliding_window=1024, rms_norm_eps=1e-6,
         layer_types=([WINDOW] * 5 + [WHOLE]) * 5 + [WINDOW] * 4,
@@ -67,11 +79,11 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
         },
     ),
     "gemma-3-4b-as-llama": _config(  # as many bytes of weights, and of a token in the cache
-        "llama", 2560, 34, 16, 8, 128, 10240, 262208, 131072,
+        LLAMA, 2560, 34, 16, 8, 128, 10240, 262208, 131072,
         tie_word_embeddings=True, rope_theta=5e5,
     ),
     "deepseek-v2-lite": _config(
-        "deepseek_v2", 2048, 27, 16, 16, 64, 10944, 102400, 163840,
+        DEEPSEEK_V2, 2048, 27, 16, 16, 64, 10944, 102400, 163840,
         kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
         qk_rope_head_dim=64, v_head_dim=128, rms_norm_eps=1e-6,
         n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,

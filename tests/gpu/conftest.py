@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-# Streams that wait for each other must not share a queue of the device, of which there are 8 else;
-# it is read when the first of the tests uses the GPU.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# Streams that wait for each other must not share a queue of the device, of which a process has 8
+# else; it is read when the first of the tests uses the GPU. With 32 a sixteenth process gets none.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
 
 
 @pytest.fixture(scope="module")
