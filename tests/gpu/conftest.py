@@ -8,7 +8,8 @@ import pytest
 import torch
 
 # Streams that wait for each other must not share a queue of the device, of which a process has 8
-# else; it is read when the first of the tests uses the GPU. With 32 a sixteenth process gets none.
+# else; it is read when the first of the tests uses the GPU. With 32, the last of 16 processes got no
+# context.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
 
 
