@@ -33,7 +33,6 @@ def hold(kind: str, folder: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "locked\n"
     return process
 

@@ -35,7 +35,6 @@ def test_turning_is_an_orthogonal_matrix_for_each_run(dim, size):
     assert turn_size(dim) == size
     x = torch.randn(5, 3, dim, generator=torch.Generator().manual_seed(1))
     matrix = hadamard_matrix(size)
-    assert matrix is not None
     wanted = x.double().unflatten(-1, (-1, size)) @ (matrix / math.sqrt(size))
     assert torch.allclose(turned(x, size).double(), wanted.flatten(-2), atol=1e-6)
     assert torch.allclose(turned(turned(x, size), size), x, atol=1e-6)
@@ -106,7 +105,6 @@ def test_attention_over_packed_pools_is_that_over_their_numbers(kind):
         pool = replace(pool, k=own, k_scale=torch.full((heads,), 0.03))
     reference.write_kv(k, v, pool, torch.arange(tokens))
     if kind == "dynamic":
-        assert pool.k_scale is not None
         assert pool.k_scale[0, 0, :2].tolist() == [2.0**-14, -0.5]
         assert unpack_halves(pool.k[0, 0, 1]).tolist() == [-8, 6, -4, -2, 0, 0, 0, 0]
     inputs = AttentionInputs(

@@ -31,7 +31,6 @@ def test_two_levels_are_found(dtype: torch.dtype, groups: int) -> None:
     multiple[7], multiple[4999, 0] = 1, 16
     scale = (unit[:, None] * multiple).to(dtype)
     found = two_level(scale)
-    assert found is not None
     assert found[0].dtype == torch.float32
     assert found[0].shape == unit.shape
     assert found[1].dtype == torch.int8
@@ -45,11 +44,9 @@ def test_the_unit_is_the_largest() -> None:
     unit, multiple = scales_of_two_levels(64, 8)
     multiple[:, 2], multiple[:, 5] = 9, 4  # without a common divisor
     found = two_level(unit[:, None] * multiple)
-    assert found is not None
     torch.testing.assert_close(found[0], unit, rtol=0, atol=0)
     torch.testing.assert_close(found[1], multiple.to(torch.int8), rtol=0, atol=0)
     twice = two_level(unit[:, None] * torch.full((64, 4), 6))
-    assert twice is not None
     assert bool((twice[1] == 1).all())
 
 
@@ -80,7 +77,6 @@ def test_seventeen_times_the_unit_is_too_much() -> None:
 def test_one_scale_a_row_is_always_a_unit(dtype: torch.dtype) -> None:
     scale = torch.rand(100, 1, generator=torch.Generator().manual_seed(2)).add(1e-3).to(dtype)
     found = two_level(scale)
-    assert found is not None
     assert bool((found[1] == 1).all())
     torch.testing.assert_close(found[0], scale[:, 0].float(), rtol=0, atol=0)
 
@@ -102,14 +98,12 @@ def test_subnormal_scales_are_exact(dtype: torch.dtype) -> None:
     multiple = torch.tensor([[1, 16, 5], [7, 2, 2]])
     scale = (unit * multiple).to(dtype)
     found = two_level(scale)
-    assert found is not None
     torch.testing.assert_close(found[0].double(), unit.expand(2), rtol=0, atol=0)
     torch.testing.assert_close(found[1].long(), multiple, rtol=0, atol=0)
 
 
 def test_no_rows_are_of_two_levels() -> None:
     found = two_level(torch.ones(0, 4))
-    assert found is not None
     assert found[0].shape == (0,)
     assert found[1].shape == (0, 4)
 

@@ -97,7 +97,6 @@ def test_vllm_finds_layers_for_further_tokens_by_its_names(kind, others):
     if others == "nothing":
         ignore += predicting_patterns(model, [f"{name}.weight" for name in further])
     config = quantization_config(MAIN, ignore, layers, config=model)
-    assert config is not None
     for name in {*map(fused, NAMES)}:
         assert served(config, name, merges=True) == "group_0"
     wanted = "group_0" if others == "one scheme" else "group_1"
@@ -131,7 +130,6 @@ def test_the_head_is_of_a_group_where_it_has_a_scheme_and_ignored_elsewhere():
     for others in (MAIN, OTHER):
         layers = dict.fromkeys(NAMES, MAIN) | {"lm_head": others}
         config = quantization_config(MAIN, [], layers)
-        assert config is not None
         assert config["ignore"] == []
         groups = read_groups(config)
         assert {name: find_scheme(name, groups) for name in layers} == layers
@@ -139,7 +137,6 @@ def test_the_head_is_of_a_group_where_it_has_a_scheme_and_ignored_elsewhere():
     assert not any(re.match(target[3:], "lm_head") for target in first)
     assert second == ["re:.*lm_head$"]
     config = quantization_config(MAIN, [], dict.fromkeys(NAMES, MAIN))
-    assert config is not None
     assert config["ignore"] == ["lm_head"]
 
 
@@ -153,7 +150,6 @@ def test_one_scheme_is_written_as_without_layers():
 def test_groups_are_read_back_and_a_name_goes_before_a_class():
     layers = {name: OTHER if "down" in name else MAIN for name in NAMES}
     config = quantization_config(MAIN, ["lm_head"], layers)
-    assert config is not None
     groups = read_groups(config)
     assert [scheme for _, scheme in groups] == [MAIN, OTHER]
     assert {name: find_scheme(name, groups) for name in NAMES} == layers

@@ -69,7 +69,6 @@ def test_static_scales_of_the_latent_are_its_channels(c8):
     k, v = checkpoint.kv_scales["model.layers.0.self_attn"]
     assert (k.shape, v.shape) == ((1,), (1, 128))
     table = checkpoint.scale_table
-    assert table is not None
     rows = [table.get("model.layers.0.self_attn", role) for role in ("k_cache", "v_cache")]
     assert [row and row.granularity for row in rows] == ["per_head", "per_channel"]
 

@@ -115,7 +115,6 @@ def test_integers_go_there_and_come_back(make_model, tmp_path, preset, kind, mon
     assert sum(stored.kind == kind for stored in file.tensors.values()) == 14
     assert unpack(tmp_path / "m.gguf", tmp_path / "back").kept == 14
     before, after = Checkpoint.open(source), Checkpoint.open(tmp_path / "back")
-    assert after.scheme.weights is not None
     assert after.scheme.weights.symmetric
     for module in before.quantized_modules:
         old, new = before.weight(module), after.weight(module)
@@ -183,8 +182,6 @@ def test_mixed_types_run_on_what_holds_them(llama_file, tmp_path):
     )
     wide = checkpoint.scheme_of("model.layers.0.mlp.down_proj").weights
     narrow = checkpoint.scheme_of("model.layers.0.mlp.up_proj").weights
-    assert wide is not None
-    assert narrow is not None
     assert (wide.text, narrow.text) == tuple(
         f"{kind} weights group of 32, asymmetric, float zero points" for kind in ("int8", "int4")
     )

@@ -59,7 +59,6 @@ def a_folder(folder, kind, tokenizer, files=()):
 def test_a_plain_sentencepiece_model_is_read_as_llamas(tmp_path, data, prefix):
     files = [("tokenizer.model", data)]
     settings = native_settings(a_folder(tmp_path, "baichuan", "BaichuanTokenizer", files))
-    assert settings is not None
     assert settings["tokenizer_class"] == "LlamaTokenizer"
     assert settings["add_prefix_space"] is prefix
     assert not settings["add_bos_token"]

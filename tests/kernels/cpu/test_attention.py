@@ -71,7 +71,6 @@ def naive_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
     """Softmax of each query over its visible positions, one query and head at a time, in fp64."""
     pool, starts = inputs.pool, inputs.query_start
     out, group = q.new_zeros(*q.shape[:2], pool.v.shape[3]), q.shape[1] // pool.k.shape[1]
-    assert starts is not None
     for s, context in enumerate(inputs.context_len.tolist()):
         k, v = (
             dequantized(held, scale, inputs.block_tables[s]).transpose(1, 2).flatten(0, 1)

@@ -53,7 +53,6 @@ def weights(bits: int, group: int, zeros: bool, dtype: torch.dtype, two_level: b
 @interpreted
 def test_float_zero_points_are_dequantized(bits):
     q, scale, zero, _ = weights(bits, 32, True, torch.float16, False)
-    assert zero is not None
     zero, rows = zero + 0.3, InputFormat(torch.float16)
     found = pack(q, scale, zero, None, rows, torch.float16, bits=bits, group=32)
     assert isinstance(found, DenseWeight)
