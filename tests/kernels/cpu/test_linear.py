@@ -16,6 +16,7 @@ from kernels.numerics import (
     quantize,
 )
 from kernels.ops import fake_quantize_fp8, linear, quantize_per_token, quantize_static
+from tests.kernels.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -143,17 +144,13 @@ def test_quantize_per_token_scales_each_row_by_its_absmax_and_survives_rows_of_z
 
 
 def test_quantize_per_token_refuses_nan():
-    with pytest.raises(ValueError, match="NaN"):
-        quantize_per_token(torch.tensor([[1.0, float("nan")]]))
+    refused("NaN", quantize_per_token, torch.tensor([[1.0, float("nan")]]))
 
 
 def test_packing_refuses_what_the_kernel_does_not_hold():
     q = integers(4, 8)
-    with pytest.raises(ValueError, match="int8"):
-        pack_int8(q.float(), torch.ones(4))
-    with pytest.raises(ValueError, match=r"\(5, 1\); needed is \(4, 1\)"):
-        pack_int8(q, torch.ones(5))
+    refused("int8", pack_int8, q.float(), torch.ones(4))
+    refused(r"\(5, 1\); needed is \(4, 1\)", pack_int8, q, torch.ones(5))
     with pytest.raises(ValueError, match="zero points"):
         pack_quantized_weight(q, torch.ones(4, 1), "int8", torch.zeros(4, 2, dtype=torch.int8))
-    with pytest.raises(ValueError, match="127"):
-        pack_quantized_weight(q, torch.ones(4, 1), "int4")
+    refused("127", pack_quantized_weight, q, torch.ones(4, 1), "int4")

@@ -13,6 +13,7 @@ from kernels.triton.collective.all_reduce import AllReduce
 from kernels.triton.collective.choice import choose, most_rows_of
 from kernels.triton.collective.scaling import Scaling
 from tests.kernels import triton_lab
+from tests.kernels.refusals import refused
 from tests.kernels.triton.test_triton_fused import random
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
@@ -254,18 +255,12 @@ def counted(ptx: str) -> list[str]:
 @interpreted
 def test_what_does_not_fit_is_refused():
     reduce, x, scaling = make_ranks()[0], random(2, HIDDEN), make_scaling(per_row=True)
-    with pytest.raises(ValueError, match=r"part is torch.float32 .*needed is contiguous torch.fl"):
-        reduce.sum(x.float())
-    with pytest.raises(ValueError, match=r"needed is contiguous torch.int32 \[rows, 264\], since"):
-        reduce.sum(x, scaling)
-    with pytest.raises(ValueError, match="3 scales for 2 rows"):
-        reduce.sum(x.int(), scaling)
-    with pytest.raises(ValueError, match=r"norm weight is \(8,\); needed is \(264,\)"):
-        reduce.add_rms_norm(x, x, x[0, :8], 1e-5)
-    with pytest.raises(ValueError, match="residual must be contiguous"):
-        reduce.add_rms_norm(x, x[:1], None, 1e-5)
-    with pytest.raises(ValueError, match="no library"):
-        reduce.sum(random(9, HIDDEN))
+    refused(r"part is torch.float32 .*needed is contiguous torch.fl", reduce.sum, x.float())
+    refused(r"needed is contiguous torch.int32 \[rows, 264\], since", reduce.sum, x, scaling)
+    refused("3 scales for 2 rows", reduce.sum, x.int(), scaling)
+    refused(r"norm weight is \(8,\); needed is \(264,\)", reduce.add_rms_norm, x, x, x[0, :8], 1e-5)
+    refused("residual must be contiguous", reduce.add_rms_norm, x, x[:1], None, 1e-5)
+    refused("no library", reduce.sum, random(9, HIDDEN))
     with pytest.raises(ValueError, match="over 3 ranks; the kernels are for 2, 4, 8"):
         AllReduce.of_one_process(3, CPU, 8, HIDDEN, FP16)
     with pytest.raises(ValueError, match="rows are of 20; needed is a multiple of 8"):

@@ -15,6 +15,7 @@ from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.attention.rotate import rotate
 from kernels.triton.common import Workspace
 from kernels.triton.tuning import KVSplit, PrefillTile
+from tests.kernels.refusals import refused
 from tests.kernels.triton_lab import distance, interpreted
 
 PAGES = 12
@@ -273,14 +274,10 @@ def test_prefill_attention_quantizes_and_refuses():
     assert (got - wanted.clamp(-127, 127)).abs().max() < 0.52
     with pytest.raises(ValueError, match="query_start is"):
         prefill_attention(q, replace(inputs, query_start=starts[1:]), workspace)
-    with pytest.raises(ValueError, match="query_start is"):
-        prefill_attention(q, replace(inputs, query_start=None), workspace)
-    with pytest.raises(ValueError, match="6 of 5 sequences decode"):
-        prefill_attention(q, inputs, workspace, decodes=6)
-    with pytest.raises(ValueError, match="float32 takes no out_scale"):
-        prefill_attention(q, inputs, workspace, out_scale=one)
-    with pytest.raises(ValueError, match="int8 needs out_scale"):
-        prefill_attention(q, inputs, workspace, out_dtype=dtype)
+    refused("query_start is", prefill_attention, q, replace(inputs, query_start=None), workspace)
+    refused("6 of 5 sequences decode", prefill_attention, q, inputs, workspace, decodes=6)
+    refused("float32 takes no out_scale", prefill_attention, q, inputs, workspace, out_scale=one)
+    refused("int8 needs out_scale", prefill_attention, q, inputs, workspace, out_dtype=dtype)
 
 
 @interpreted
@@ -295,21 +292,17 @@ def test_attention_refuses_what_does_not_fit():
         (replace(pool, k_scale=None, v_scale=None), "int8 needs scales of K and of V"),
         (replace(pool, k_scale=pool.k_scale[:1]), "scales are"),
     ):
-        with pytest.raises(ValueError, match=message):
-            decode_attention(q, replace(inputs, pool=other), workspace)
+        refused(message, decode_attention, q, replace(inputs, pool=other), workspace)
     for changes, message in (
         ({"softcap": 0.0}, "softcap is 0.0; needed is a positive number"),
         ({"sinks": torch.zeros(2)}, r"sinks is .*; needed is fp32 \[4\]"),
         ({"alibi": torch.zeros(4).half()}, r"alibi is .*; needed is fp32 \[4\]"),
     ):
-        with pytest.raises(ValueError, match=message):
-            decode_attention(q, replace(inputs, **changes), workspace)
+        refused(message, decode_attention, q, replace(inputs, **changes), workspace)
     with pytest.raises(ValueError, match="head size 24 is not supported: multiples of 16 up to"):
         decode_attention(q[:, :, :24], make_inputs("int8", 1, 2, 24), workspace)
-    with pytest.raises(ValueError, match="5 block tables for 4"):
-        decode_attention(q[:4], inputs, workspace)
-    with pytest.raises(ValueError, match="make a larger one"):
-        decode_attention(q, inputs, workspace, split=KVSplit(4, 2))
+    refused("5 block tables for 4", decode_attention, q[:4], inputs, workspace)
+    refused("make a larger one", decode_attention, q, inputs, workspace, split=KVSplit(4, 2))
     decode_attention(q, inputs, workspace, split=KVSplit(4, 1))  # leaves no parts there
 
 
@@ -429,8 +422,7 @@ def test_heads_are_turned_by_halves(dim):
     ):
         assert torch.allclose(own[..., :10], whole, atol=1e-5)
         assert torch.equal(own[..., 10:], x[..., 10:])
-    with pytest.raises(ValueError, match="cos is"):
-        rotate(q, k, angle[:4].cos(), angle[:4].sin())
+    refused("cos is", rotate, q, k, angle[:4].cos(), angle[:4].sin())
 
 
 @interpreted
@@ -439,16 +431,13 @@ def test_cache_write_refuses_what_does_not_fit():
     pages = [torch.zeros(1, 2, *s, dtype=torch.int8) for s in ((64, 16), (16, 64))]
     pool = KVPool(*pages, torch.ones(2), torch.ones(2))
     q, k, v = x.split([2, 2, 2], dim=1)
-    with pytest.raises(ValueError, match="k is"):
-        rope_write(q, k[:, :1], v, angle, angle, pool, slots)
+    refused("k is", rope_write, q, k[:, :1], v, angle, angle, pool, slots)
     with pytest.raises(ValueError, match=r"sin is .2, 16.; needed is contiguous .3, 16."):
         rope_write(q, k, v, angle, angle[:2], pool, slots)
     with pytest.raises(ValueError, match=r"slots is .2,.; needed is contiguous .3,."):
         rope_write(q, k, v, angle, angle, pool, slots[:2])
     with pytest.raises(ValueError, match="q_norm and k_norm"):
         rope_write(q, k, v, angle, angle, pool, slots, q_norm=torch.ones(16))
-    with pytest.raises(ValueError, match="needs scales"):
-        rope_write(q, k, v, angle, angle, KVPool(*pages), slots)
+    refused("needs scales", rope_write, q, k, v, angle, angle, KVPool(*pages), slots)
     fed = replace(pool, k_feedback=torch.zeros(2, 16, 16))
-    with pytest.raises(ValueError, match="int4 keys with dynamic scales"):
-        rope_write(q, k, v, angle, angle, fed, slots)
+    refused("int4 keys with dynamic scales", rope_write, q, k, v, angle, angle, fed, slots)

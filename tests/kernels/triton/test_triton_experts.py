@@ -18,6 +18,7 @@ from kernels.triton.linear.launch import grid_of, tile_for
 from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import InputFormat
 from tests.kernels.expert_cases import EXACT, FAMILIES, make_rows, make_weights, plain_rows
+from tests.kernels.refusals import refused
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 EXPERTS = 4
@@ -93,8 +94,7 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
         )
         assert torch.equal(first, got[: 2 * each])
     assert not workspace.arrivals.any()
-    with pytest.raises(ValueError, match="needed is one for each of 10 pairs"):
-        by_expert(*make_rows(family, 3, 256), chosen)
+    refused("needed is one for each of 10 pairs", by_expert, *make_rows(family, 3, 256), chosen)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -189,10 +189,8 @@ def test_routing():
         wanted = wanted[:, :3] / (wanted[:, :3].sum(1, keepdim=True) if normalized else 1.0)
         torch.testing.assert_close(weights, wanted)
         assert torch.equal(chosen, order[:, :3].int())
-    with pytest.raises(ValueError, match="6 of 5 experts"):
-        route(torch.zeros(1, 5), 6, False)
-    with pytest.raises(ValueError, match="from 1 of 2 groups"):
-        route(torch.zeros(1, 4), 3, False, groups=2, chosen_groups=1)
+    refused("6 of 5 experts", route, torch.zeros(1, 5), 6, False)
+    refused("from 1 of 2 groups", route, torch.zeros(1, 4), 3, False, groups=2, chosen_groups=1)
 
 
 @pytest.mark.parametrize(
@@ -238,12 +236,9 @@ def test_the_sum_of_a_tokens_experts():
     torch.testing.assert_close(combine(outputs, weights, shared, gate), wanted.half())
     wanted = own[:, 0] * weights[:, :1] + own[:, 1] * weights[:, 1:] + shared.float()
     assert torch.equal(combine(outputs, weights, shared), wanted.half())
-    with pytest.raises(ValueError, match=r"contiguous \[8, H\]"):
-        combine(outputs[:7], weights)
-    with pytest.raises(ValueError, match="an expert of all tokens"):
-        combine(outputs, weights, shared[:3])
-    with pytest.raises(ValueError, match="an expert of all tokens"):
-        combine(outputs, weights, None, gate)
+    refused(r"contiguous \[8, H\]", combine, outputs[:7], weights)
+    refused("an expert of all tokens", combine, outputs, weights, shared[:3])
+    refused("an expert of all tokens", combine, outputs, weights, None, gate)
 
 
 @interpreted

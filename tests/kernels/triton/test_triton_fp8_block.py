@@ -11,6 +11,7 @@ from kernels.triton.common import Workspace
 from kernels.triton.linear import fp8_block
 from kernels.triton.linear.fp8_block import pack_fp8_block
 from kernels.triton.tuning import Tile
+from tests.kernels.refusals import refused
 from tests.kernels.triton_lab import (
     building_for,
     compiled,
@@ -75,26 +76,17 @@ def test_every_e4m3_is_exact_before_ada():
 def test_what_does_not_fit_is_refused():
     workspace = Workspace.on("cpu", 1 << 10, 64)
     x, x_scale, q, scale, _ = random(3, 128, 256)
-    with pytest.raises(ValueError, match="K in 16s"):
-        pack_fp8_block(q[:, :250], scale)
-    with pytest.raises(ValueError, match="K in 16s"):
-        pack_fp8_block(q.float(), scale)
-    with pytest.raises(ValueError, match=r"each block of 128 x 128, \(1, 2\)"):
-        pack_fp8_block(q, scale[:, :1])
-    with pytest.raises(ValueError, match=r"bias is \(1,\); needed is \(128,\)"):
-        pack_fp8_block(q, scale, torch.ones(1))
+    refused("K in 16s", pack_fp8_block, q[:, :250], scale)
+    refused("K in 16s", pack_fp8_block, q.float(), scale)
+    refused(r"each block of 128 x 128, \(1, 2\)", pack_fp8_block, q, scale[:, :1])
+    refused(r"bias is \(1,\); needed is \(128,\)", pack_fp8_block, q, scale, torch.ones(1))
     weight = pack_fp8_block(q, scale)
     assert weight.nbytes == q.numel() + 4 * 4
-    with pytest.raises(ValueError, match="contiguous float8_e4m3fn"):
-        weight.run(x.float(), x_scale, workspace)
-    with pytest.raises(ValueError, match="128 inputs, the weight 256"):
-        weight.run(x[:, :128].contiguous(), x_scale, workspace)
-    with pytest.raises(ValueError, match=r"each run of 128, fp32 \(3, 2\)"):
-        weight.run(x, x_scale[:, :1], workspace)
-    with pytest.raises(ValueError, match="multiple of 256"):
-        weight.run(x, x_scale, workspace, tile=Tile(256, 16))
-    with pytest.raises(ValueError, match="make a larger one"):
-        weight.run(x, x_scale, workspace, tile=Tile(64, 16, 2))
+    refused("contiguous float8_e4m3fn", weight.run, x.float(), x_scale, workspace)
+    refused("128 inputs, the weight 256", weight.run, x[:, :128].contiguous(), x_scale, workspace)
+    refused(r"each run of 128, fp32 \(3, 2\)", weight.run, x, x_scale[:, :1], workspace)
+    refused("multiple of 256", weight.run, x, x_scale, workspace, tile=Tile(256, 16))
+    refused("make a larger one", weight.run, x, x_scale, workspace, tile=Tile(64, 16, 2))
 
 
 @pytest.mark.parametrize("rows", [128, 131])

@@ -9,6 +9,7 @@ from kernels.triton import common, fused, rows
 from kernels.triton.attention.projection_norm import norm_projections
 from kernels.triton.fused import add_rms_norm, gated_product, quantize_rows
 from kernels.triton.sampling.softcap import softcap_logits
+from tests.kernels.refusals import refused
 from tests.kernels.triton_lab import interpreted
 
 
@@ -22,8 +23,7 @@ def random(*shape: int) -> torch.Tensor:
 @interpreted
 def test_fused_rows(static, dtype, add):
     if static and dtype != torch.int8:
-        with pytest.raises(ValueError, match="take no scale"):
-            fused.gated_product(random(2, 8), torch.ones(1), dtype)
+        refused("take no scale", fused.gated_product, random(2, 8), torch.ones(1), dtype)
         return
     x, other, weight, gate_up = random(5, 200), random(5, 201)[:, 1:], random(200), random(5, 400)
     x[2], gate_up[2] = 0, 0
@@ -129,14 +129,12 @@ def test_norms_of_whole_projections_and_bounded_logits():
     got = norm_projections(qkv, q_norm, k_norm, 1e-5)
     assert got is qkv
     torch.testing.assert_close(got, wanted, rtol=2e-3, atol=1e-4)
-    with pytest.raises(ValueError, match="qkv is"):
-        norm_projections(qkv[:, :100], q_norm, k_norm, 1e-5)
+    refused("qkv is", norm_projections, qkv[:, :100], q_norm, k_norm, 1e-5)
     logits = torch.randn(3, 5000) * 40
     logits[1, 2], logits[2, 0] = float("nan"), 1e30
     wanted = 30 * torch.tanh(logits / 30)
     torch.testing.assert_close(softcap_logits(logits, 30.0), wanted, equal_nan=True)
-    with pytest.raises(ValueError, match="needed is fp32"):
-        softcap_logits(logits.half(), 30.0)
+    refused("needed is fp32", softcap_logits, logits.half(), 30.0)
 
 
 @pytest.mark.parametrize("size", [200, 384, 40])
@@ -204,24 +202,16 @@ def test_norms_of_rows_that_are_not_finite_say_so(dtype, group):
 @interpreted
 def test_what_does_not_fit_is_refused():
     x = random(2, 8)
-    with pytest.raises(ValueError, match=r"needed is \(8,\)"):
-        add_rms_norm(x, None, torch.ones(7), 1e-5)
-    with pytest.raises(ValueError, match="added to something"):
-        add_rms_norm(x, None, torch.ones(8), 1e-5, after=torch.ones(8))
-    with pytest.raises(ValueError, match="residual"):
-        add_rms_norm(x, x[:1], torch.ones(8), 1e-5)
-    with pytest.raises(ValueError, match="odd number"):
-        gated_product(random(2, 7))
-    with pytest.raises(ValueError, match="supported are"):
-        gated_product(x, dtype=torch.int32)
-    with pytest.raises(ValueError, match="rows of 65537; the longest are of 65536"):
-        quantize_rows(torch.zeros(1, 65537))
-    with pytest.raises(ValueError, match="one element"):
-        gated_product(x, torch.ones(2))
+    refused(r"needed is \(8,\)", add_rms_norm, x, None, torch.ones(7), 1e-5)
+    refused("added to something", add_rms_norm, x, None, torch.ones(8), 1e-5, after=torch.ones(8))
+    refused("residual", add_rms_norm, x, x[:1], torch.ones(8), 1e-5)
+    refused("odd number", gated_product, random(2, 7))
+    refused("supported are", gated_product, x, dtype=torch.int32)
+    refused("rows of 65537; the longest are of 65536", quantize_rows, torch.zeros(1, 65537))
+    refused("one element", gated_product, x, torch.ones(2))
     for scale, dtype, group in (
         (None, torch.int8, 64),
         (None, torch.float16, 128),
         (torch.ones(1), torch.int8, 128),
     ):
-        with pytest.raises(ValueError, match="may have groups of 128"):
-            quantize_rows(x, scale, dtype, group)
+        refused("may have groups of 128", quantize_rows, x, scale, dtype, group)

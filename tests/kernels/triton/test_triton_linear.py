@@ -16,6 +16,7 @@ from kernels.triton.linear.w4a8 import pack_w4a8
 from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w8a8 import pack_w8a8
 from kernels.triton.tuning import Tile, rule
+from tests.kernels.refusals import refused
 from tests.kernels.triton_lab import distance, interpreted
 
 OUTPUTS, INPUTS = 128, 512
@@ -106,16 +107,14 @@ def test_w16a16(generation):
     assert weight.run(x, None, workspace, torch.float16, tile=tile).dtype == torch.float16
     assert weight.run(x[:0], None, workspace, tile=tile).shape == (0, 64)
     assert weight.tile(x, torch.float16, None) is None, "no GPU"
-    refused = [
+    misfits = [
         (x, w[:63], "N in 64s"),
         (x.float(), w, "contiguous float16"),
         (x, w.float(), "[N, K]"),
-    ]
-    refused += [
         (x, w.T.contiguous().T, "contiguous float16"),
         (x[:, :128].contiguous(), w, "128 inp"),
     ]
-    for bad, values, message in refused:
+    for bad, values, message in misfits:
         with pytest.raises(ValueError, match=re.escape(message)):
             w16a16.DenseWeight(values, None).run(bad, None, workspace, tile=tile)
     with pytest.raises(ValueError, match="256 inputs are no multiple of 512"):
@@ -183,25 +182,19 @@ def test_what_does_not_fit_is_refused():
     workspace = Workspace.on("cpu", 1 << 18, 64)
     x, q, scale, _ = random(3, 4, False)
     for pack in (pack_w4a16, pack_w4a8):
-        with pytest.raises(ValueError, match="N in 64s"):
-            pack(q[:100], scale[:100])
-        with pytest.raises(ValueError, match=r"outside of \[-8, 7\]"):
-            pack(q + 3, scale)
-        with pytest.raises(ValueError, match="one for each group"):
-            pack(q, scale[:, :3])
+        refused("N in 64s", pack, q[:100], scale[:100])
+        refused(r"outside of \[-8, 7\]", pack, q + 3, scale)
+        refused("one for each group", pack, q, scale[:, :3])
     with pytest.raises(ValueError, match="float16 or bfloat16"):
         pack_w4a16(q, scale).run(x.float(), None, workspace, torch.float32)
     with pytest.raises(ValueError, match="256 inputs, the weight 512"):
         pack_w4a8(q, scale).run(x[:, :256].contiguous(), torch.ones(1), workspace)
-    with pytest.raises(ValueError, match="2 scales for 3 rows"):
-        pack_w4a8(q, scale).run(x, torch.ones(2), workspace)
+    refused("2 scales for 3 rows", pack_w4a8(q, scale).run, x, torch.ones(2), workspace)
     weight = pack_w8a8(q, scale[:, 0])
-    with pytest.raises(ValueError, match="multiple of 256"):
-        weight.run(x, torch.ones(1), workspace, tile=Tile(256, 16))
+    refused("multiple of 256", weight.run, x, torch.ones(1), workspace, tile=Tile(256, 16))
     with pytest.raises(ValueError, match="make a larger one"):
         weight.run(x, torch.ones(1), Workspace.on("cpu", 100, 1), tile=Tile(64, 16, 2))
-    with pytest.raises(ValueError, match="contiguous int8"):
-        weight.run(x.float(), torch.ones(1), workspace)
+    refused("contiguous int8", weight.run, x.float(), torch.ones(1), workspace)
 
 
 @interpreted

@@ -10,6 +10,7 @@ from kernels.triton.linear.w4a8 import pack_w4a8
 from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w8a16 import pack_w8a16
 from kernels.triton.tuning import Tile
+from tests.kernels.refusals import refused
 from tests.kernels.triton_lab import (
     SHARED,
     building_for,
@@ -129,17 +130,12 @@ def test_what_does_not_fit_is_refused():
     q, scale, zero = random(4, 64, True)
     for pack in (pack_w4a16, pack_w4a8, pack_w8a16):
         for groups in (3, 16):
-            with pytest.raises(ValueError, match="one for each group of 32, 64 or"):
-                pack(q, scale[:, :1].expand(-1, groups))
-        with pytest.raises(ValueError, match="one for each scale"):
-            pack(q, scale, None, zero[:, :2])
-        with pytest.raises(ValueError, match="one for each scale"):
-            pack(q, scale, None, zero.int())
-        with pytest.raises(ValueError, match=r"bias is \(5,\)"):
-            pack(q, scale, torch.zeros(5))
+            refused("one for each group of 32, 64 or", pack, q, scale[:, :1].expand(-1, groups))
+        refused("one for each scale", pack, q, scale, None, zero[:, :2])
+        refused("one for each scale", pack, q, scale, None, zero.int())
+        refused(r"bias is \(5,\)", pack, q, scale, torch.zeros(5))
     for pack in (pack_w4a16, pack_w4a8):
-        with pytest.raises(ValueError, match=r"zero point has values outside of \[-8, 7\]"):
-            pack(q, scale, None, zero - 8)
+        refused(r"zero point has values outside of \[-8, 7\]", pack, q, scale, None, zero - 8)
     weight = pack_w8a16(q, scale)
     with pytest.raises(ValueError, match="float16 or bfloat16"):
         weight.run(torch.zeros(1, INPUTS), None, Workspace.on("cpu", 1 << 18, 64), torch.float16)
