@@ -13,6 +13,8 @@ from kernels.triton.linear.w8a16 import pack_w8a16
 from kernels.triton.linear.w16a16 import DenseWeight
 
 FP8 = torch.float8_e4m3fn
+POSITIVE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.cat((POSITIVE, -POSITIVE))  # by code
 FAMILIES = (
     "w4a16_zeros", "w8a16", "w8a16_whole", "w4a8", "w4a8_two_level", "w4a8_whole", "w8a8", "fp8",
     "fp8_block", "w16a16", "mxfp4",
@@ -76,8 +78,7 @@ def _weight(family: str, outputs: int, inputs: int, rows: torch.dtype):
 def _mxfp4_weight(outputs: int, inputs: int, rows: torch.dtype):
     bias, codes = torch.randn(outputs), torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     scale = 2.0 ** torch.randint(-9, -3, (outputs, inputs // 32))
-    half = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    values = torch.cat((half, -half))[codes.int()] * scale.repeat_interleave(32, 1)
+    values = E2M1[codes.int()] * scale.repeat_interleave(32, 1)
     return pack_fp4(codes, scale, bias, rows), lambda x: x @ values.double().T + bias.double()
 
 

@@ -107,13 +107,8 @@ def test_attention_over_packed_pools_is_that_over_their_numbers(kind):
     if kind == "dynamic":
         assert pool.k_scale[0, 0, :2].tolist() == [2.0**-14, -0.5]
         assert unpack_halves(pool.k[0, 0, 1]).tolist() == [-8, 6, -4, -2, 0, 0, 0, 0]
-    inputs = AttentionInputs(
-        pool,
-        torch.tensor([[0, 1]]),
-        torch.tensor([tokens]),
-        torch.tensor([0, 3]),
-        softmax_scale=dim**-0.5,
-    )
+    tables, lengths, starts = map(torch.tensor, ([[0, 1]], [tokens], [0, 3]))
+    inputs = AttentionInputs(pool, tables, lengths, starts, dim**-0.5)
     found = reference_attention.paged_attention(q, inputs)
 
     def floats(held, scale):
@@ -137,8 +132,7 @@ def test_an_offset_of_all_keys_changes_no_attention():
     for own in (None, offset):
         pool = KVPool(torch.zeros(1, 1, 64, 8), torch.zeros(1, 1, 64, 8), k_offset=own)
         reference.write_kv(k, v, pool, torch.arange(9))
-        inputs = AttentionInputs(
-            pool, torch.zeros(1, 1, dtype=torch.long), torch.tensor([9]), torch.tensor([0, 9]), 0.4
-        )
+        tables, lengths, starts = map(torch.tensor, ([[0]], [9], [0, 9]))
+        inputs = AttentionInputs(pool, tables, lengths, starts, 0.4)
         found.append(reference_attention.paged_attention(q, inputs))
     assert torch.allclose(*found, atol=1e-5)

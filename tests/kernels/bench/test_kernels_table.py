@@ -45,6 +45,7 @@ from kernels.bench.shapes import (
 from kernels.cpu import native
 from kernels.devices import run_on_gpu
 
+FLASH = peers.OF_ATTENTION["cuda"][0].build
 ALONE = ("w8a16", "w16a16", *SMALL_FLOATS)  # families of which torch multiplies floats alone
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LIMITS = Limits("Chip", 1e6, {"16 bits": 5e8, "8 bits": 1e9})
@@ -72,9 +73,9 @@ def layer(family: str, rows: int = 32, group: int = 128, dtype: str = "bfloat16"
         (peers.int_mm, layer("w8a8")),
         (peers.int_mm, layer("w8a8", 1, dtype="float32")),
         (peers.scaled_mm, layer("fp8", 3)),
-        (peers.OF_ATTENTION["cuda"][0].build, AttentionShape(2, 64)),
-        (peers.OF_ATTENTION["cuda"][0].build, AttentionShape(2, 96, 32)),
-        (peers.OF_ATTENTION["cuda"][0].build, AttentionShape(1, 48, 48)),
+        (FLASH, AttentionShape(2, 64)),
+        (FLASH, AttentionShape(2, 96, 32)),
+        (FLASH, AttentionShape(1, 48, 48)),
         (peers.OF_ATTENTION["cpu"][1].build, AttentionShape(1, 64)),
         (peers.copy, Rows("rope", 1, 1001, 1001)),
     ],
@@ -95,11 +96,7 @@ def test_a_peer_computes_what_it_stands_for(build, shape):
         (peers.tinygemm, layer("w4a16", dtype="float16"), "bf16"),
         (peers.int_mm, layer("w8a8", 16), "more than 16 rows"),
         (peers.scaled_mm_blocks, Gemm("fp8_block", 8, 200, 384, 384), "whole blocks"),
-        (
-            peers.OF_ATTENTION["cuda"][0].build,
-            AttentionShape(17, 64, 1, even=False),
-            "equal numbers",
-        ),
+        (FLASH, AttentionShape(17, 64, 1, even=False), "equal numbers"),
     ],
 )
 def test_what_torch_lacks_has_a_reason(build, shape, reason):

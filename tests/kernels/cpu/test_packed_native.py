@@ -56,14 +56,8 @@ def filled(kind: str, heads: int, dim: int, write=reference.write_kv) -> KVPool:
 def attend(pool: KVPool, q: torch.Tensor, first: int, chosen, window=None) -> torch.Tensor:
     """Queries of the positions from `first` on."""
     last, tables = first + len(q), torch.arange(BLOCKS - 1, -1, -1)[None]
-    inputs = AttentionInputs(
-        pool,
-        tables,
-        torch.tensor([last]),
-        torch.tensor([0, len(q)]),
-        softmax_scale=q.shape[-1] ** -0.5,
-        sliding_window=window,
-    )
+    lengths, starts = torch.tensor([last]), torch.tensor([0, len(q)])
+    inputs = AttentionInputs(pool, tables, lengths, starts, q.shape[-1] ** -0.5, window)
     return chosen.paged_attention(q, inputs)
 
 

@@ -334,12 +334,7 @@ def test_fp8_is_refused_where_it_is_not(monkeypatch):
 
 @pytest.mark.parametrize(
     ("capability", "storage"),
-    [
-        (80, torch.int8),
-        (89, FP8),
-        (90, torch.uint8),
-        pytest.param(90, torch.int8, marks=EVERY),
-    ],
+    [(80, torch.int8), (89, FP8), (90, torch.uint8), pytest.param(90, torch.int8, marks=EVERY)],
 )
 @compiled
 def test_fused_rows_and_cache_write(capability, storage):

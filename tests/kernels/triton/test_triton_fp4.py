@@ -7,10 +7,8 @@ from kernels.triton.common import Workspace
 from kernels.triton.linear.fp4 import fits_fp4, pack_fp4
 from kernels.triton.linear.fp4_operands import ROTATIONS, TARGETS, pack_codes
 from kernels.triton.tuning import Tile
+from tests.kernels.expert_cases import E2M1
 from tests.kernels.triton_lab import SHARED, assembler_says, building_for, compiled, interpreted
-
-ELEMENTS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-VALUES = torch.cat((ELEMENTS, -ELEMENTS))
 
 
 def draw(group: int, outputs: int, inputs: int):
@@ -25,7 +23,7 @@ def draw(group: int, outputs: int, inputs: int):
     else:
         unit = None
         scale = 2.0 ** torch.randint(-12, -3, (outputs, inputs // 32)).float()
-    weight = VALUES[codes.int()].double() * scale.double().repeat_interleave(group, 1)
+    weight = E2M1[codes.int()].double() * scale.double().repeat_interleave(group, 1)
     return codes, scale, unit, weight
 
 
@@ -59,7 +57,7 @@ def test_bits_lie_where_instructions_look_for_them(dtype):
             bits = (both >> (16 * half) & 0xFFFF).to(torch.int32)
             found = (bits - ((bits >> 15) << 16)).to(torch.int16).view(dtype).double() * lack
             own = codes.view(64, 4, 16, 2)[:, j, :, half]
-            assert torch.equal(found, VALUES[own.int()].double())
+            assert torch.equal(found, E2M1[own.int()].double())
 
 
 @pytest.mark.parametrize("group", [16, 32])

@@ -12,13 +12,7 @@ from kernels.triton.linear import fp8_block
 from kernels.triton.linear.fp8_block import pack_fp8_block
 from kernels.triton.tuning import Tile
 from tests.kernels.refusals import refused
-from tests.kernels.triton_lab import (
-    building_for,
-    compiled,
-    distance,
-    fitting,
-    interpreted,
-)
+from tests.kernels.triton_lab import building_for, compiled, distance, fitting, interpreted
 
 FP8 = torch.float8_e4m3fn
 

@@ -1,11 +1,14 @@
-"""Linear recurrences and convolutions of layers that keep a state, against their twins."""
+"""Linear recurrences, convolutions and gated norms of layers with a state, against their twins."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import kernels.reference
+from kernels.activations import Gate
 from kernels.triton import reference
 from kernels.triton.convolution import causal_convolution
+from kernels.triton.gated_norm import gated_norm
 from kernels.triton.recurrence import TimeSteps, linear_recurrence
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
@@ -100,6 +103,23 @@ def test_a_convolution_is_that_of_torch(taps, silu):
     pool = torch.zeros(3, channels, kept)
     causal_convolution(x[..., :1], weight, bias, silu=silu, state=pool, places=torch.tensor([2, 1]))
     assert torch.equal(pool[..., -1], F.pad(x[..., 0].flip(0), (0, 0, 1, 0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [24, 1536])
+@interpreted
+def test_gated_norms_are_their_twins(size, dtype):
+    torch.manual_seed(0)
+    both, weight = torch.randn(5, 2 * size).to(dtype), torch.rand(size)
+    x, gate = both.chunk(2, dim=1)  # rows are parts of longer ones
+    for form in (Gate(), Gate(silu=False), Gate(first=True), Gate(first=True, groups=4)):
+        found = gated_norm(x, gate, weight, 1e-5, form)
+        wanted = kernels.reference.gated_norm(x, gate, weight, 1e-5, form)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, wanted)
+        assert torch.equal(gated_norm(x[None], gate[None], weight, 1e-5, form), found[None])
+    with pytest.raises(ValueError, match="H a multiple of 5"):
+        gated_norm(x, gate, weight, 1e-5, Gate(groups=5))
 
 
 @interpreted

@@ -1,6 +1,5 @@
 """W8A8 times many rows on Hopper, without a GPU: what is compiled, which tiles, who gets which."""
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,6 +12,7 @@ from kernels.triton.linear.hopper import w8 as w8_gluon
 from kernels.triton.linear.hopper.w8_launch import many_rows_rule
 from kernels.triton.linear.w8a8 import pack_w8a8
 from kernels.triton.tuning import Tile
+from tests.kernels.triton.test_triton_w4_many import Program
 from tests.kernels.triton_lab import (
     SHARED,
     assembler_says,
@@ -82,12 +82,7 @@ def test_programs_take_every_tile_once_band_by_band(row_tiles, columns):
     tiles, programs, found = row_tiles * columns, 4, {}
     sizes = (row_tiles, columns * 128, tiles, 8)
     for number in range(programs):
-        language = {
-            "program_id": lambda axis, number=number: number,
-            "num_programs": lambda axis: programs,
-            "minimum": min,
-        }
-        with mock.patch.object(w8_gluon, "gl", SimpleNamespace(**language)):
+        with mock.patch.object(w8_gluon, "gl", Program(number, programs)):
             for item in range(w8_gluon.count.fn(sizes)):
                 found[number + item * programs] = w8_gluon.place_of.fn(item, sizes, 16, 256, 128)
     assert sorted(found) == list(range(tiles))

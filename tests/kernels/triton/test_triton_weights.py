@@ -11,14 +11,7 @@ from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w8a16 import pack_w8a16
 from kernels.triton.tuning import Tile
 from tests.kernels.refusals import refused
-from tests.kernels.triton_lab import (
-    SHARED,
-    building_for,
-    compiled,
-    distance,
-    fitting,
-    interpreted,
-)
+from tests.kernels.triton_lab import SHARED, building_for, compiled, distance, fitting, interpreted
 
 OUTPUTS, INPUTS = 128, 256
 KINDS = [(group, zeros) for group in (32, 64, 128, 256) for zeros in (False, True)]
