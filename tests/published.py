@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from formats.checkpoint.read import Checkpoint
 from inference.config import EngineConfig
 from inference.engine import Engine
 from ptq.pipeline.driver import quantize_tokens
@@ -102,6 +103,15 @@ def _relay(
     own |= {"model_type": kind, "auto_map": code, "torch_dtype": "bfloat16"} | settings
     (out / "config.json").write_text(json.dumps(own))
     return out
+
+
+def check_tensors(found: Path, wanted: Path) -> None:
+    """Both folders hold the same tensors, by the names that they are read by."""
+    ours, theirs = Checkpoint.open(found), Checkpoint.open(wanted)
+    assert ours.names() == theirs.names()
+    for name in theirs.names():
+        assert (ours.dtype(name), ours.shape(name)) == (theirs.dtype(name), theirs.shape(name))
+        assert torch.equal(ours.tensor(name), theirs.tensor(name)), name
 
 
 def check_published(published: Path, native: Path, out: Path, preset: str) -> Path:

@@ -184,13 +184,17 @@ def with_gradients(work: BlockWork, plan: Plan) -> BlockWork:
     return work
 
 
-def edit_model(source: Path, target: Path, change) -> Path:
-    """Copy a model of one file and let `change` edit the mapping of its tensors."""
+def edit_model(source: Path, target: Path, change=None, **settings) -> Path:
+    """Copy a model of one file; `change` edits the mapping of its tensors, settings are config's."""
     shutil.copytree(source, target)
-    tensors = load_file(source / "model.safetensors")
-    change(tensors)
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, target / "model.safetensors", metadata={"format": "pt"})
+    if change is not None:
+        tensors = load_file(source / "model.safetensors")
+        change(tensors)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, target / "model.safetensors", metadata={"format": "pt"})
+    if settings:
+        config = json.loads((source / "config.json").read_text()) | settings
+        (target / "config.json").write_text(json.dumps(config))
     return target
 
 

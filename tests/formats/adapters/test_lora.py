@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from formats.errors import CheckpointError
 from formats.hub import _download
 from tests.adapters import TARGETS, write_adapter
 from tests.hub import point_at, serve_hub
+from tests.ptq.quantizing import edit_model
 
 WEIGHTS = "adapter_model.safetensors"
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -324,10 +324,7 @@ def test_a_folder_that_is_none(adapter, base, tmp_path):
     ("trained_on", "warns"), [("org/tiny", False), ("/x/tiny", False), ("org/other", True)]
 )
 def test_another_base_by_name_is_told(tiny_llama, tmp_path, caplog, trained_on, warns):
-    folder = tmp_path / "base"
-    shutil.copytree(tiny_llama, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "me/tiny"}))
+    folder = edit_model(tiny_llama, tmp_path / "base", _name_or_path="me/tiny")
     adapter = write_adapter(tmp_path / "a", folder, base_model_name_or_path=trained_on)
     with caplog.at_level(logging.WARNING, "ptq.formats"):
         read_lora(adapter, Checkpoint.open(folder))

@@ -34,7 +34,8 @@ def glm(make_model, tmp_path_factory):
     return edit_model(make_model("glm4_moe", **SIZES), out, correct)
 
 
-def test_logits_are_those_of_transformers(glm):
+def test_logits_and_blocks_are_those_of_transformers(glm):
+    check_blocks(glm)
     engine = check_engine(glm, random_tokens(1, 60).ids[0].clamp(min=1))
     dense, mixture = engine.model.layers[0].feed_forward, engine.model.layers[1].feed_forward
     assert not hasattr(dense, "router")
@@ -46,10 +47,6 @@ def test_norms_of_q_and_k_are_there_if_the_configuration_says_so(make_model):
     plain = make_model("glm4_moe", **SIZES | {"use_qk_norm": False, "attention_bias": False})
     check_engine(plain, random_tokens(1, 40).ids[0].clamp(min=1))
     assert ModelConfig.of(Checkpoint.open(plain).config).qk_norm == "none"
-
-
-def test_blocks_are_those_of_transformers(glm):
-    check_blocks(glm)
 
 
 @pytest.mark.parametrize("preset", but_one_in_ci("a8w8c8"))

@@ -61,14 +61,11 @@ def published(gpt_oss, tmp_path_factory):
     return publish_mxfp4(gpt_oss, tmp_path_factory.mktemp("gpt_oss"))
 
 
-def test_logits_are_those_of_transformers(gpt_oss):
+def test_logits_and_blocks_are_those_of_transformers(gpt_oss):
+    check_blocks(gpt_oss)
     engine = check_engine(gpt_oss, random_tokens(1, 60).ids[0].clamp(min=1))
     assert engine.model.config.windows == (16, None)
     assert engine.model.layers[0].feed_forward.activation == Clamped(1.702, 7.0)
-
-
-def test_blocks_are_those_of_transformers(gpt_oss):
-    check_blocks(gpt_oss)
 
 
 @pytest.mark.parametrize("preset", but_one_in_ci("w4"))

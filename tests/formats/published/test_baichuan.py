@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from formats.checkpoint.read import Checkpoint
@@ -13,8 +13,8 @@ from formats.errors import CheckpointError
 from inference.engine import Engine
 from ptq.pipeline.driver import quantize_tokens
 from tests.families import METHODS, but_one_in_ci, distance
-from tests.ptq.quantizing import make_plan, random_tokens
-from tests.published import as_baichuan, check_published
+from tests.ptq.quantizing import edit_model, make_plan, random_tokens
+from tests.published import as_baichuan, check_published, check_tensors
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +32,14 @@ def second(native, tmp_path_factory):
     return as_baichuan(native, tmp_path_factory.mktemp("baichuan") / "second", z_loss_weight=0)
 
 
-def with_unit_head(native, folder):
-    """The native model with rows of its head divided by their length."""
-    shutil.copytree(native, folder)
-    tensors = load_file(native / "model.safetensors")
+def unit_head(tensors):
+    """Divide the rows of the head by their length."""
     head = torch.nn.functional.normalize(tensors["lm_head.weight"].float())
     tensors["lm_head.weight"] = head.to(torch.bfloat16)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def test_tensors_are_those_of_the_native_class(native, first):
-    ours, theirs = Checkpoint.open(first), Checkpoint.open(native)
-    assert ours.names() == theirs.names()
-    assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in theirs.names())
+    check_tensors(first, native)
 
 
 @pytest.mark.parametrize("preset", but_one_in_ci("a8w8c8", ["a8w8c8", "fp8_channel"]))
@@ -57,7 +51,9 @@ def test_the_first_is_a_llama(native, first, tmp_path, preset):
 
 
 def test_the_second_has_a_head_of_unit_rows(native, second, tmp_path):
-    written = check_published(second, with_unit_head(native, tmp_path / "native"), tmp_path, "w4")
+    written = check_published(
+        second, edit_model(native, tmp_path / "native", unit_head), tmp_path, "w4"
+    )
     head = load_file(written / "model.safetensors")["lm_head.weight"].float()
     assert head.norm(dim=1).sub(1).abs().max() < 0.01
 
@@ -92,18 +88,15 @@ def test_models_of_13b_have_biases_by_distance(native, first, tmp_path):
 
 
 def test_rows_that_do_not_fit_the_heads_are_refused(first, tmp_path):
-    folder = shutil.copytree(first, tmp_path / "short")
-    tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.self_attn.W_pack.weight"
-    save_file(tensors | {name: tensors[name][:-1].clone()}, folder / "model.safetensors")
+    shorten = lambda tensors: tensors.update({name: tensors[name][:-1]})  # noqa: E731
+    folder = edit_model(first, tmp_path / "short", shorten)
     with pytest.raises(CheckpointError, match=f"{name} has shape .383, 128.; config.json says 384"):
         Checkpoint.open(folder)
 
 
 def test_quantized_files_of_the_layout_are_refused(first, tmp_path):
-    folder = shutil.copytree(first, tmp_path / "gptq")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
+    gptq = {"quant_method": "gptq", "bits": 4}
+    folder = edit_model(first, tmp_path / "gptq", quantization_config=gptq)
     with pytest.raises(CheckpointError, match="'baichuan' are read in floating point alone"):
         Checkpoint.open(folder)

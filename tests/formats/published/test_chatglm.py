@@ -4,12 +4,12 @@ import json
 import shutil
 
 import pytest
-import torch
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from tests.families import but_one_in_ci
-from tests.published import as_chatglm, check_published
+from tests.ptq.quantizing import edit_model
+from tests.published import as_chatglm, check_published, check_tensors
 
 THETA = {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5}
 
@@ -24,17 +24,8 @@ def published(native, tmp_path_factory):
     return as_chatglm(native, tmp_path_factory.mktemp("chatglm") / "glm", rope_ratio=500)
 
 
-def with_settings(folder, out, **settings):
-    shutil.copytree(folder, out)
-    config = json.loads((out / "config.json").read_text()) | settings
-    (out / "config.json").write_text(json.dumps(config))
-    return out
-
-
 def test_tensors_are_those_of_the_native_class(native, published):
-    ours, theirs = Checkpoint.open(published), Checkpoint.open(native)
-    assert ours.names() == theirs.names()
-    assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in theirs.names())
+    check_tensors(published, native)
 
 
 @pytest.mark.parametrize("preset", but_one_in_ci("w4"))
@@ -49,9 +40,9 @@ def test_a_ratio_of_two_meanings_asks_which(published, tmp_path):
     """ChatGLM2-6B-32K divides positions by it, ChatGLM3-6B-32K multiplies the base."""
     large = {"padded_vocab_size": 65024, "rope_ratio": 16}
     with pytest.raises(CheckpointError, match=r"rope_ratio 16 multiplies .* but divides"):
-        Checkpoint.open(with_settings(published, tmp_path / "which", **large))
+        Checkpoint.open(edit_model(published, tmp_path / "which", **large))
     linear = {"rope_type": "linear", "factor": 16.0, "rope_theta": 10000.0}
-    given = with_settings(published, tmp_path / "said", **large, rope_parameters=linear)
+    given = edit_model(published, tmp_path / "said", **large, rope_parameters=linear)
     rotation = Checkpoint.open(given).config["rope_parameters"]
     assert rotation == {"partial_rotary_factor": 0.5, **linear}
 
@@ -69,7 +60,7 @@ def test_a_ratio_of_two_meanings_asks_which(published, tmp_path):
 )
 def test_what_the_native_class_does_not_compute_is_refused(published, tmp_path, settings, message):
     with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(with_settings(published, tmp_path / "other", **settings))
+        Checkpoint.open(edit_model(published, tmp_path / "other", **settings))
 
 
 def test_the_first_generation_is_refused_by_name(published, tmp_path):

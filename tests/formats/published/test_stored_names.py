@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +22,34 @@ from ptq.plan.describe import describe_plan
 from tests.conftest import write_random
 from tests.families import check_engine, check_quantized, distance, transformers_logits
 from tests.older_families import write_older
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import edit_model, make_plan, random_tokens
 from tests.tiny_models import tiny_config
+
+
+def without(prefix: str) -> Callable[[dict[str, Any]], None]:
+    """Takes a prefix from the names of tensors."""
+
+    def change(tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix(prefix)] = tensors.pop(name)
+
+    return change
 
 
 def test_bloom_without_the_prefix_of_its_class(tmp_path):
     """As it was published: `h.0...`, `word_embeddings.weight`."""
     native = write_older(tmp_path / "native", "bloom")
-    folder = shutil.copytree(native, tmp_path / "published")
-    tensors = load_file(native / "model.safetensors")
-    short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    assert "h.0.self_attention.dense.weight" in short
-    save_file(short, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = edit_model(native, tmp_path / "published", without("transformer."))
+    assert "h.0.self_attention.dense.weight" in load_file(folder / "model.safetensors")
     assert Checkpoint.open(folder).names() == Checkpoint.open(native).names()
     check_engine(folder, random_tokens(1, 40).ids[0].clamp(min=1))
 
 
 def without_prefix(source: Path, out: Path) -> Path:
     """A folder whose names lack their `model.`."""
-    shutil.copytree(source, out)
+    edit_model(source, out, without("model."))
     (out / "quant/manifest.json").unlink(missing_ok=True)
     (out / "quant/scale_table.json").unlink(missing_ok=True)
-    tensors = load_file(out / "model.safetensors")
-    short = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    assert not any(name.startswith("model.") for name in short)
-    save_file(short, out / "model.safetensors", metadata={"format": "pt"})
     return out
 
 
@@ -139,12 +143,11 @@ def test_what_transformers_saves_otherwise_than_it_was_published(kind, publish, 
 
 def test_convolutions_of_other_rows_in_all_are_refused(tmp_path):
     native = write_random(tmp_path / "native", tiny_config("olmo_hybrid"))
-    tensors = load_file(native / "model.safetensors")
     name = "model.layers.0.linear_attn.v_conv1d.weight"
-    tensors[name] = tensors[name][:-1].contiguous()
-    save_file(tensors, native / "model.safetensors", metadata={"format": "pt"})
+    shorten = lambda tensors: tensors.update({name: tensors[name][:-1]})  # noqa: E731
+    folder = edit_model(native, tmp_path / "short", shorten)
     with pytest.raises(CheckpointError, match=r"v_conv1d: found 511 rows in all.*says 512"):
-        Engine.from_pretrained(native)
+        Engine.from_pretrained(folder)
 
 
 ATTENTION, UP = "transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_fc"
@@ -153,12 +156,13 @@ ATTENTION, UP = "transformer.h.0.attn.c_attn", "transformer.h.0.mlp.c_fc"
 def test_as_it_was_published(tmp_path):
     """Without the prefix of its class, and with its masks."""
     native = write_older(tmp_path / "native", "gpt2")
-    folder = shutil.copytree(native, tmp_path / "published")
-    tensors = load_file(native / "model.safetensors")
-    short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    assert short["h.0.attn.c_attn.weight"].shape == (128, 384)
-    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 512, 512).tril() for i in range(2)}
-    save_file(short | masks, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def publish(tensors: dict[str, Any]) -> None:
+        without("transformer.")(tensors)
+        assert tensors["h.0.attn.c_attn.weight"].shape == (128, 384)
+        tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 512, 512).tril() for i in range(2)}
+
+    folder = edit_model(native, tmp_path / "published", publish)
     assert Checkpoint.open(folder).shape(f"{ATTENTION}.weight") == (384, 128)
     check_engine(folder, random_tokens(1, 40).ids[0].clamp(min=1))
 
