@@ -99,6 +99,21 @@ CORPUS = [
 ]
 
 
+SIZES = {
+    "vocab_size": 384,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}  # of a tiny model
+
+
 def write_tokenizer(folder: Path, vocab_size: int = 384) -> None:
     """Train a byte-level BPE tokenizer on a few lines and save it in the transformers layout."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -134,20 +149,7 @@ def write_model(
     from formats.modeling.config import make_known
 
     make_known(family)
-    values = {
-        "vocab_size": 384,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    } | overrides
+    values = SIZES | {"num_hidden_layers": layers, "tie_word_embeddings": True} | overrides
     if family == "mistral":
         values.setdefault("sliding_window", None)
     return write_random(folder, AutoConfig.for_model(family, **values), seed)

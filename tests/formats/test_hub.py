@@ -48,11 +48,6 @@ def online(served, tmp_path, monkeypatch):
     hub._download.cache_clear()
 
 
-def forget() -> None:
-    """What a new process does not know."""
-    hub._download.cache_clear()
-
-
 def test_a_model_comes_by_its_name_without_code(online):
     folder = hub.model_folder("org/tiny")
     assert folder.name == COMMITS["main"]
@@ -141,7 +136,7 @@ def test_without_a_network_the_cache_serves_and_else_the_error_is_quick(
     online, fault, monkeypatch, caplog
 ):
     folder = hub.model_folder("org/tiny")
-    forget()
+    hub._download.cache_clear()  # as in a new process
     if fault == "refused":
         monkeypatch.setattr(constants, "ENDPOINT", unreachable())
     elif fault == "down":
@@ -169,7 +164,7 @@ def test_a_snapshot_without_its_weights_is_completed_or_told(online, fault, monk
     (folder / "model.safetensors").unlink()
     if fault == "other":  # what a library leaves that wanted the tokenizer alone
         shutil.rmtree(folder.parents[1] / "trees", ignore_errors=True)
-    forget()
+    hub._download.cache_clear()  # as in a new process
     with monkeypatch.context() as cut:
         cut.setattr(constants, "ENDPOINT", unreachable())
         for revision in (None, COMMITS["main"]):

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.files import find_file
+from formats.scale_table import ScaleTable
+from formats.scheme import Scheme
 from tests.conftest import write_quantized
 
 KINDS = [
@@ -79,23 +82,15 @@ def test_a_folder_behind_links_is_read(tiny_llama, tmp_path):
 
 
 def test_what_is_copied_from_links_is_files(snapshot, tmp_path):
-    source = Checkpoint.open(snapshot)
-    made = write_quantized_again(source, tmp_path / "out")
+    source, made = Checkpoint.open(snapshot), tmp_path / "out"
+    options = {"config": source.config, "aux_files": source.auxiliary_files}
+    with CheckpointWriter(made, scheme=Scheme(), **options) as writer:
+        writer.add("model.norm.weight", source.tensor("model.norm.weight"))
+        writer.finish(ScaleTable(entries=()))
     copies = [made / path.name for path in source.auxiliary_files]
     assert copies
     assert not any(path.is_symlink() for path in copies)
     assert (made / "tokenizer.json").read_bytes() == (snapshot / "tokenizer.json").read_bytes()
-
-
-def write_quantized_again(source: Checkpoint, out: Path) -> Path:
-    from formats.checkpoint.write import CheckpointWriter
-    from formats.scale_table import ScaleTable
-    from formats.scheme import Scheme
-
-    options = {"config": source.config, "aux_files": source.auxiliary_files}
-    with CheckpointWriter(out, scheme=Scheme(), **options) as writer:
-        writer.add("model.norm.weight", source.tensor("model.norm.weight"))
-        return writer.finish(ScaleTable(entries=()))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "quant/manifest.json"])

@@ -42,31 +42,11 @@ def test_words_are_those_of_compressed_tensors(bits):
     assert torch.equal(pack_words(q.T, bits).T, packed)
 
 
-def test_asymmetric_groups_keep_their_zero_points():
-    spec = WeightSpec(dtype="int4", granularity="group", group_size=32, symmetric=False)
-    scheme = Scheme(weights=spec)
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randint(-8, 8, (16, 64), generator=generator).to(torch.int8)
-    zeros = torch.randint(-8, 8, (16, 2), generator=generator).to(torch.int8)
-    weight = StoredWeight(q, torch.rand(16, 2, generator=generator).bfloat16().float(), zeros)
-    tensors = weight_tensors(scheme, weight, torch.bfloat16)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert shapes == {
-        "weight_packed": (16, 8),
-        "weight_scale": (16, 2),
-        "weight_shape": (2,),
-        "weight_zero_point": (2, 2),
-    }
-    back = read_weights(scheme, [(16, 64)], tensors.__getitem__)
-    assert torch.equal(back.q, q)
-    assert torch.equal(back.scale, weight.scale)
-    assert torch.equal(back.zero_point, zeros)
-
-
-def test_zero_points_of_layers_that_are_read_as_one():
+@pytest.mark.parametrize("layers", [(16,), (16, 20, 5)])
+def test_zero_points_of_a_layer_and_of_several_that_are_read_as_one(layers):
     spec = WeightSpec(dtype="int4", granularity="group", group_size=32, symmetric=False)
     generator, weights = torch.Generator().manual_seed(0), []
-    for rows in (16, 20, 5):  # words of zero points hold 8 rows each
+    for rows in layers:  # words of zero points hold 8 rows each
         q, zeros = (
             torch.randint(-8, 8, (rows, n), generator=generator, dtype=torch.int8) for n in (64, 2)
         )
@@ -74,6 +54,12 @@ def test_zero_points_of_layers_that_are_read_as_one():
         weights.append(StoredWeight(q, scale, zeros))
     scheme = Scheme(weights=spec).of_layers
     stored = [weight_tensors(scheme, weight, torch.bfloat16) for weight in weights]
+    assert {name: tuple(tensor.shape) for name, tensor in stored[0].items()} == {
+        "weight_packed": (16, 8),
+        "weight_scale": (16, 2),
+        "weight_shape": (2,),
+        "weight_zero_point": (2, 2),
+    }
     shapes = [tuple(weight.q.shape) for weight in weights]
     found = read_weights(scheme, shapes, lambda leaf: torch.cat([own[leaf] for own in stored]))
     assert torch.equal(found.zero_point, torch.cat([w.zero_point for w in weights]))  # pyright: ignore

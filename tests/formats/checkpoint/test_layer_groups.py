@@ -28,6 +28,15 @@ def fused(name: str) -> str:
     return f"{module}.{FUSED.get(leaf, leaf)}_proj"
 
 
+def check_targets(groups, names, called) -> None:
+    """The targets of groups mean their layers alone, by every name that a layer is called by."""
+    targets = layer_targets(groups)
+    for name in names:
+        for own in called(name):
+            found = [any(re.match(t.removeprefix("re:"), own) for t in ts) for ts in targets]
+            assert found == [name in members for members in groups], own
+
+
 @pytest.mark.parametrize(
     "other",
     [r".*down_proj", r".*layers\.1\.", r".*layers\.(0|11)\.self_attn\.[qkv]", r".*(gate|up)_proj"],
@@ -35,22 +44,14 @@ def fused(name: str) -> str:
 def test_targets_mean_their_layers_alone_by_their_own_and_by_the_fused_name(other):
     chosen = [name for name in NAMES if re.match(other, name)]
     groups = [[name for name in NAMES if name not in chosen], chosen]
-    targets = layer_targets(groups)
-    for name in NAMES:
-        for called in (name, fused(name), f"language_model.{name}"):
-            found = [any(re.match(t.removeprefix("re:"), called) for t in ts) for ts in targets]
-            assert found == [name in names for names in groups], called
+    check_targets(groups, NAMES, lambda name: (name, fused(name), f"language_model.{name}"))
 
 
 @pytest.mark.parametrize("where", ["mtp.layers.0", "model.mtp_layers.0", "model.layers.12"])
 def test_layers_for_further_tokens_are_told_from_blocks(where):
     further = [f"{where}.{leaf}" for leaf in LEAVES]
     groups = [[n for n in NAMES if ".0." not in n], further[:3], [*further[3:], *NAMES[:7]]]
-    targets = layer_targets(groups)
-    for name in (*NAMES, *further):
-        for called in (name, f"language_model.{name}"):
-            found = [any(re.match(t.removeprefix("re:"), called) for t in ts) for ts in targets]
-            assert found == [name in names for names in groups], called
+    check_targets(groups, [*NAMES, *further], lambda name: (name, f"language_model.{name}"))
 
 
 FURTHER = {  # of 12 blocks: where files have the layer, where vLLM has it, and what is around it

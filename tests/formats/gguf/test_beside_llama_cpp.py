@@ -21,6 +21,7 @@ from formats.tokenizer import load_tokenizer
 from inference.engine import Engine
 from ptq.convert.convert import convert
 from tests.conftest import write_quantized
+from tests.families import divergence
 from tests.formats.gguf.test_gguf import quantized_file
 
 llama_cpp = pytest.importorskip("llama_cpp")
@@ -53,17 +54,12 @@ def logits_there(path: Path, ids: list[int]) -> torch.Tensor:
     return torch.from_numpy(model.scores[: len(ids)].copy())
 
 
-def kl(wanted: torch.Tensor, found: torch.Tensor) -> float:
-    p, q = (x.double().log_softmax(-1) for x in (wanted, found))
-    return float((p.exp() * (p - q)).sum(-1).mean())
-
-
 def compare(file: Path, folder: Path, ids: list[int]) -> None:
     unpack(file, folder / "unpacked")
     found = Engine.from_pretrained(folder / "unpacked").score(ids)
     floats = quantized_file(file, folder / "floats.gguf", {"": "F32"})
-    assert kl(logits_there(floats, ids), found) <= FLOATS
-    assert kl(logits_there(file, ids), found) <= INPUTS
+    assert divergence(found, logits_there(floats, ids)) <= FLOATS
+    assert divergence(found, logits_there(file, ids)) <= INPUTS
 
 
 @pytest.fixture(scope="module")

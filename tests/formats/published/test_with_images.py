@@ -15,7 +15,7 @@ from inference.engine import Engine
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
-from tests.conftest import write_tokenizer
+from tests.conftest import SIZES, write_tokenizer
 from tests.fake_quantized import dequantized
 from tests.families import check_quantized, check_rounding, distance
 from tests.ptq.quantizing import make_plan, random_tokens
@@ -25,19 +25,6 @@ IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 IMAGES |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 QWEN_IMAGES = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2}
 QWEN_IMAGES |= {"patch_size": 4, "out_hidden_size": 128, "num_position_embeddings": 16}
-TEXT = {
-    "vocab_size": 384,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
 QWEN = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 4,
@@ -63,7 +50,7 @@ QWEN_MOE |= {"shared_expert_intermediate_size": 128}
 def write_both(folder: Path, model_type: str, text: dict[str, Any], vision: str | None) -> Any:
     """Save a tiny model of text and images, of that type or Qwen's, and return it."""
     images = QWEN_IMAGES if vision is None else IMAGES | {"model_type": vision}
-    config = AutoConfig.for_model(model_type, text_config=TEXT | text, vision_config=images)
+    config = AutoConfig.for_model(model_type, text_config=SIZES | text, vision_config=images)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
