@@ -18,6 +18,7 @@ from formats import hub
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from tests.hub import COMMITS, point_at, serve_hub
+from tests.refusals import refused_checkpoint as refused
 
 TINY = hub.ROOT / "recipes" / "tiny-python"
 
@@ -93,8 +94,7 @@ def test_a_folder_wins_over_the_hub(online, tmp_path):
 
 @pytest.mark.parametrize("name", ["tiny", "a/b/c", "./org/tiny", "/org/tiny", "org/ti ny"])
 def test_what_is_no_name_of_the_hub_is_not_asked_for(online, name):
-    with pytest.raises(CheckpointError, match="no such folder"):
-        hub.model_folder(name)
+    refused("no such folder", hub.model_folder, name)
     assert online.asked == []
 
 
@@ -119,8 +119,7 @@ def test_a_refusal_of_the_hub_comes_with_the_remedy(online, name, revision, reas
     [("org/gguf", "no safetensors, only model.Q4_0.gguf"), ("org/code", "code of its own")],
 )
 def test_what_could_not_be_read_is_refused_before_it_is_downloaded(online, name, reason):
-    with pytest.raises(CheckpointError, match=reason):
-        hub.model_folder(name)
+    refused(reason, hub.model_folder, name)
     assert len(online.asked) == 1
 
 
@@ -168,8 +167,7 @@ def test_a_snapshot_without_its_weights_is_completed_or_told(online, fault, monk
     with monkeypatch.context() as cut:
         cut.setattr(constants, "ENDPOINT", unreachable())
         for revision in (None, COMMITS["main"]):
-            with pytest.raises(CheckpointError, match="hf download org/tiny"):
-                hub.model_folder("org/tiny", revision)
+            refused("hf download org/tiny", hub.model_folder, "org/tiny", revision)
     assert (hub.model_folder("org/tiny", COMMITS["main"]) / "model.safetensors").is_file()
 
 
@@ -182,8 +180,7 @@ def test_a_checkpoint_opens_by_its_name(online):
 def test_a_name_like_that_of_a_folder_is_told(online, tmp_path):
     (tmp_path / "output" / "mine").mkdir(parents=True)
     for name in ("output/mime", "./output/mime"):
-        with pytest.raises(CheckpointError, match=r"did you mean 'output/mine'\?"):
-            hub.model_folder(name)
+        refused(r"did you mean 'output/mine'\?", hub.model_folder, name)
 
 
 @pytest.mark.parametrize("hidden", [False, True])

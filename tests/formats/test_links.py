@@ -8,11 +8,11 @@ import pytest
 
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
-from formats.errors import CheckpointError
 from formats.files import find_file
 from formats.scale_table import ScaleTable
 from formats.scheme import Scheme
 from tests.conftest import write_quantized
+from tests.refusals import refused_checkpoint as refused
 
 KINDS = [
     "config.json",
@@ -58,8 +58,7 @@ def test_a_link_out_of_the_cache_is_refused(snapshot, tmp_path, name, ours):
         shutil.copy(file, target)
         file.unlink()
         file.symlink_to(target)
-        with pytest.raises(CheckpointError, match="is outside of this folder"):
-            Checkpoint.open(snapshot)
+        refused("is outside of this folder", Checkpoint.open, snapshot)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -106,18 +105,15 @@ def test_what_is_no_file_is_refused_by_name(make_quantized, tiny_llama, tmp_path
         os.mkfifo(file)
     else:
         file.symlink_to(file.name if kind == "circle" else "gone")
-    with pytest.raises(CheckpointError, match=f"'{name}'.*Copy or download the model again"):
-        Checkpoint.open(folder)
+    refused(f"'{name}'.*Copy or download the model again", Checkpoint.open, folder)
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\0b", "x" * 300])
 def test_a_name_that_no_file_can_have(tmp_path, name):
-    with pytest.raises(CheckpointError, match="cannot be opened"):
-        find_file(tmp_path, name, "model.safetensors.index.json")
+    refused("cannot be opened", find_file, tmp_path, name, "model.safetensors.index.json")
 
 
 def test_a_file_that_this_user_may_not_read(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root
-    with pytest.raises(CheckpointError, match="may not be read by this user.*chmod"):
-        find_file(tmp_path, "config.json")
+    refused("may not be read by this user.*chmod", find_file, tmp_path, "config.json")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from formats.errors import CheckpointError
 from formats.foreign.bitsandbytes import (
     dequantize_four_bit,
     four_bit_layout,
@@ -14,6 +13,7 @@ from formats.foreign.bitsandbytes import (
     unpack_int8,
 )
 from formats.scheme import PRESETS, Scheme
+from tests.refusals import refused_checkpoint as refused
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
@@ -113,8 +113,7 @@ def test_configs():
     ],
 )
 def test_other_settings_are_refused(config, message):
-    with pytest.raises(CheckpointError, match=message):
-        read_bitsandbytes_config(config)
+    refused(message, read_bitsandbytes_config, config)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +128,7 @@ def test_other_settings_are_refused(config, message):
     ],
 )
 def test_damaged_int8_is_refused(change, message):
-    with pytest.raises(CheckpointError, match=message):
-        unpack_int8(int8_tensors() | change)
+    refused(message, unpack_int8, int8_tensors() | change)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +154,7 @@ def test_damaged_int8_is_refused(change, message):
     ],
 )
 def test_damaged_nf4_is_refused(change, message):
-    with pytest.raises(CheckpointError, match=message):
-        dequantize_four_bit(nf4_tensors() | change, "nf4")
+    refused(message, dequantize_four_bit, nf4_tensors() | change, "nf4")
 
 
 @pytest.mark.parametrize(
@@ -171,8 +168,7 @@ def test_damaged_nf4_is_refused(change, message):
     ],
 )
 def test_damaged_nested_magnitudes_are_refused(change, message):
-    with pytest.raises(CheckpointError, match=message):
-        dequantize_four_bit(nested_tensors() | change, "nf4")
+    refused(message, dequantize_four_bit, nested_tensors() | change, "nf4")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

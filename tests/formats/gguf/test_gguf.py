@@ -35,6 +35,7 @@ from tests.conftest import write_quantized
 from tests.families import divergence
 from tests.inference.conftest import EngineHere
 from tests.inference.parallel.thread_ranks import thread_engine
+from tests.refusals import refused_checkpoint as refused
 from tests.tiny_families import TINY
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -361,8 +362,7 @@ def test_tokenizers_of_other_kinds_are_refused(make_model, tmp_path, change, mes
     document = json.loads((source / "tokenizer.json").read_bytes())
     change(document)
     (source / "tokenizer.json").write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=message):
-        convert(source, tmp_path / "m.gguf", "gguf")
+    refused(message, convert, source, tmp_path / "m.gguf", "gguf")
 
 
 def test_what_was_written_is_read_back_and_compared(make_model, tmp_path, monkeypatch):
@@ -429,16 +429,12 @@ def test_what_is_not_written_is_refused_by_name(make_model, tmp_path, llama_file
             convert(make_model(kind, **overrides), tmp_path / "m.gguf", "gguf")
         assert message in str(refusal.value)
         assert not list(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match=r"ends in \.gguf"):
-        convert(make_model("llama"), tmp_path / "folder", "gguf")
+    refused(r"ends in \.gguf", convert, make_model("llama"), tmp_path / "folder", "gguf")
     (tmp_path / "m.gguf").write_bytes(b"mine")
-    with pytest.raises(CheckpointError, match="exists"):
-        convert(make_model("llama"), tmp_path / "m.gguf", "gguf")
+    refused("exists", convert, make_model("llama"), tmp_path / "m.gguf", "gguf")
     assert (tmp_path / "m.gguf").read_bytes() == b"mine"
-    with pytest.raises(CheckpointError, match="found --to awq"):
-        convert(llama_file, tmp_path / "folder", "awq")
-    with pytest.raises(CheckpointError, match="a folder is needed"):
-        Checkpoint.open(llama_file.parent)
+    refused("found --to awq", convert, llama_file, tmp_path / "folder", "awq")
+    refused("a folder is needed", Checkpoint.open, llama_file.parent)
 
 
 def test_a_damaged_file_ends_in_one_clear_error(llama_file, tmp_path):

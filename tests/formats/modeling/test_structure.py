@@ -50,6 +50,10 @@ def config_of(kind, **more):
     return AutoConfig.for_model(kind, **SIZES, **more).to_dict()
 
 
+def blocks_of(kind, **more):
+    return structure_of(config_of(kind, **more)).blocks
+
+
 @pytest.mark.parametrize("kind", MANY)
 def test_blocks_embedding_head_and_cache_are_found(kind):
     config, (blocks, embedding, head, sizes) = config_of(kind), MANY[kind]
@@ -61,22 +65,18 @@ def test_blocks_embedding_head_and_cache_are_found(kind):
 
 
 def test_windows_bounds_and_sinks_are_told_by_layer():
-    config = AutoConfig.for_model("vaultgemma", **SIZES, sliding_window=8).to_dict()
-    sites = [block.attention for block in structure_of(config).blocks]
+    sites = [block.attention for block in blocks_of("vaultgemma", sliding_window=8)]
     assert [site.window for site in sites] == [8, None]
     assert [site.arguments for site in sites] == [("softcap",)] * 2
-    config = AutoConfig.for_model("granite_swa", **SIZES, sliding_window=8).to_dict()
-    assert {block.attention.arguments for block in structure_of(config).blocks} == {("s_aux",)}
+    with_sinks = blocks_of("granite_swa", sliding_window=8)
+    assert {block.attention.arguments for block in with_sinks} == {("s_aux",)}
 
 
 def test_chunks_are_told_by_layer():
     kinds = {"layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 128}
-    config = AutoConfig.for_model("llama4_text", **SIZES | kinds, attention_chunk_size=8).to_dict()
-    sites = [block.attention for block in structure_of(config).blocks]
-    assert [(site.window, site.reach, site.arguments) for site in sites] == [
-        (None, 8, ()),
-        (None, None, ()),
-    ]
+    blocks = blocks_of("llama4_text", **kinds, attention_chunk_size=8)
+    sites = [(x.window, x.reach, x.arguments) for x in (block.attention for block in blocks)]
+    assert sites == [(None, 8, ()), (None, None, ())]
 
 
 def test_code_that_looks_at_data_is_read_on_zeros():
@@ -96,7 +96,7 @@ def test_a_state_without_a_convolution_is_found():
 
 
 def test_who_reads_what_is_found():
-    (block, _) = structure_of(config_of("cohere2")).blocks
+    (block, _) = blocks_of("cohere2")
     norm = f"{block.name}.input_layernorm"
     readers = [name.rpartition(".")[2] for name, read in block.inputs.items() if read == norm]
     assert readers == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
@@ -105,9 +105,9 @@ def test_who_reads_what_is_found():
 
 
 def test_experts_have_the_names_of_the_files():
-    config = AutoConfig.for_model("phimoe", **SIZES | UNDECLARED["phimoe"]).to_dict()
-    structure = structure_of(config)
-    (block, _) = structure.blocks
+    (block, _) = structure_of(
+        AutoConfig.for_model("phimoe", **SIZES | UNDECLARED["phimoe"]).to_dict()
+    ).blocks
     experts = [name for name in block.linears if ".experts." in name]
     assert len(experts) == 12
     assert f"{block.name}.block_sparse_moe.experts.3.w2" in experts
@@ -117,8 +117,7 @@ def test_experts_have_the_names_of_the_files():
 
 def test_stacks_of_other_code_stay_whole():
     """Aria's hold inputs before outputs."""
-    config = AutoConfig.for_model("aria_text", **SIZES, moe_num_experts=4, moe_topk=2).to_dict()
-    (block, _) = structure_of(config).blocks
+    (block, _) = blocks_of("aria_text", moe_num_experts=4, moe_topk=2)
     assert block.whole == (f"{block.name}.mlp.experts",)
     assert not any(".experts." in name for name in block.linears)
 
@@ -133,44 +132,35 @@ def test_what_is_no_causal_decoder_is_refused_by_name(kind):
 
 def test_blocks_with_a_state_have_mixers_and_attention_or_either():
     kinds = ["linear_attention", "full_attention"]
-    config = AutoConfig.for_model("qwen3_next", **SIZES, **FEW, layer_types=kinds).to_dict()
+    config = config_of("qwen3_next", **FEW, layer_types=kinds)
     first, second = structure_of(config).blocks
     assert (first.attention, second.mixers) == (None, ())
     assert first.mixers == ("model.layers.0.linear_attn",)
     assert f"{first.name}.linear_attn.in_proj_qkvz" in first.linears
     assert attention_names(config) == ("model.layers.1.self_attn",)
     assert len(cached(config)) == 1
-    (block, _) = structure_of(AutoConfig.for_model("falcon_h1", **SIZES).to_dict()).blocks
+    (block, _) = blocks_of("falcon_h1")
     assert block.attention is not None
     assert block.mixers == ("model.layers.0.mamba",)
 
 
 def test_as_many_experts_as_channels_are_taken_apart():
     """As those of Qwen3-Next-80B-A3B: 512 of 512."""
-    kinds = ["linear_attention", "full_attention"]
-    alike = FEW | {"num_experts": 32, "layer_types": kinds}
-    block = structure_of(AutoConfig.for_model("qwen3_next", **SIZES, **alike).to_dict()).blocks[0]
+    alike = FEW | {"num_experts": 32, "layer_types": ["linear_attention", "full_attention"]}
+    block, _ = blocks_of("qwen3_next", **alike)
     assert f"{block.name}.mlp.experts.31.down_proj" in block.linears
 
 
 def test_layers_that_steer_a_mixer_stay_in_float():
     sizes = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
-    config = AutoConfig.for_model(
-        "qwen3_next",
-        **SIZES,
-        **FEW,
-        **sizes,
-        linear_value_head_dim=16,
-        layer_types=["linear_attention"] * 2,
-    ).to_dict()
-    (block, _) = structure_of(config).blocks
+    sizes |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention"] * 2}
+    (block, _) = blocks_of("qwen3_next", **FEW, **sizes)
     assert block.narrow == (f"{block.name}.linear_attn.in_proj_ba",)
     assert block.narrow[0] not in block.linears
 
 
 def test_infinity_is_read_as_transformers_writes_it():
-    values = AutoConfig.for_model("bamba", **SIZES).to_dict()
-    told = values | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    told = config_of("bamba") | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
     assert transformers_config(told).time_step_limit[1] == float("inf")
 
 
@@ -199,6 +189,6 @@ def test_experts_in_parameters_of_all_are_layers():
         f"{stack}.1.gate_proj.weight",
     )
     assert f"{stack}.3.down_proj" in structure.quantizable
-    renamed = AutoConfig.for_model("granitemoe", **SIZES, num_local_experts=4).to_dict()
+    renamed = config_of("granitemoe", num_local_experts=4)
     assert "model.layers.1.block_sparse_moe.input_linear.weight" in structure_of(renamed).stacks
     assert structure.routers == {f"model.layers.{i}.router.proj" for i in (0, 1)}

@@ -16,7 +16,7 @@ from kernels.numerics import (
     quantize,
 )
 from kernels.ops import fake_quantize_fp8, linear, quantize_per_token, quantize_static
-from tests.kernels.refusals import refused
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("backend")
 

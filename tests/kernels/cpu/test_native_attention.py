@@ -20,7 +20,7 @@ from tests.kernels.cpu.test_attention import (
     make_cache,
     naive_attention,
 )
-from tests.kernels.refusals import refused
+from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 ALL_KINDS = (*KINDS, "fp8 per_token", "bf16")

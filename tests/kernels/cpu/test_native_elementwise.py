@@ -10,7 +10,7 @@ import kernels.ops as ops
 import kernels.reference as reference
 from kernels.cpu import native_ops
 from kernels.numerics import FP8, fake_quantize_activations
-from tests.kernels.refusals import refused
+from tests.refusals import refused
 
 COLUMNS = (1, 3, 7, 33, 61, 96, 288, 1025, 4544)
 

@@ -20,24 +20,18 @@ compiled = pytest.mark.skipif(native.library() is None, reason="no compiler")
 def empty_pool(kind: str, sinks: int) -> KVPool:
     k_type = {"fp8": torch.float8_e4m3fn, "int4_token": torch.uint8}.get(kind, torch.int8)
     v_type = torch.uint8 if kind == "k8v4" else k_type
-    shape = (BLOCKS, HEADS, KV_BLOCK)
-    k, v = (
-        torch.zeros(*shape, DIM // (2 if t == torch.uint8 else 1), dtype=t)
-        for t in (k_type, v_type)
-    )
-    rooms = (
-        [torch.zeros(BLOCKS, HEADS, sinks, DIM).bfloat16() for _ in "kv"] if sinks else [None] * 2
-    )
+    shape, packed = (BLOCKS, HEADS, KV_BLOCK), {torch.uint8: DIM // 2}
+    k, v = (torch.zeros(*shape, packed.get(t, DIM), dtype=t) for t in (k_type, v_type))
+    room = torch.zeros(BLOCKS, HEADS, sinks, DIM).bfloat16()
+    more = {"sink_k": room, "sink_v": room.clone()} if sinks else {}
     if kind.endswith("token") or kind == "k8v4":
         held = torch.float16 if kind != "int8_token" else torch.float32
         scales = [torch.ones(shape, dtype=held) for _ in "kv"]
-        return KVPool(k, v, *scales, dynamic=True, sink_k=rooms[0], sink_v=rooms[1])
+        return KVPool(k, v, *scales, dynamic=True, **more)
     k_scale = torch.linspace(0.02, 0.04, HEADS)
     if kind == "int8_channel":
         k_scale = torch.linspace(0.01, 0.05, HEADS * DIM).view(HEADS, DIM)
-    return KVPool(
-        k, v, k_scale, torch.linspace(0.02, 0.03, HEADS), sink_k=rooms[0], sink_v=rooms[1]
-    )
+    return KVPool(k, v, k_scale, torch.linspace(0.02, 0.03, HEADS), **more)
 
 
 def steps(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

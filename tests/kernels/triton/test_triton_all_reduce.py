@@ -13,9 +13,9 @@ from kernels.triton.collective.all_reduce import AllReduce
 from kernels.triton.collective.choice import choose, most_rows_of
 from kernels.triton.collective.scaling import Scaling
 from tests.kernels import triton_lab
-from tests.kernels.refusals import refused
 from tests.kernels.triton.test_triton_fused import random
 from tests.kernels.triton_lab import building_for, compiled, interpreted
+from tests.refusals import refused
 
 HIDDEN, ROWS = 264, 3  # not a power of two; no multiple of 2 or 4 ranks
 FP16 = torch.float16  # the interpreter cuts bf16 off
@@ -261,12 +261,11 @@ def test_what_does_not_fit_is_refused():
     refused(r"norm weight is \(8,\); needed is \(264,\)", reduce.add_rms_norm, x, x, x[0, :8], 1e-5)
     refused("residual must be contiguous", reduce.add_rms_norm, x, x[:1], None, 1e-5)
     refused("no library", reduce.sum, random(9, HIDDEN))
-    with pytest.raises(ValueError, match="over 3 ranks; the kernels are for 2, 4, 8"):
-        AllReduce.of_one_process(3, CPU, 8, HIDDEN, FP16)
-    with pytest.raises(ValueError, match="rows are of 20; needed is a multiple of 8"):
-        AllReduce.of_one_process(2, CPU, 8, 20, FP16)
-    with pytest.raises(ValueError, match=r"in torch.float32; supported are torch.bfloat16"):
-        AllReduce.of_one_process(2, CPU, 8, HIDDEN, torch.float32)
+    make = AllReduce.of_one_process
+    refused("over 3 ranks; the kernels are for 2, 4, 8", make, 3, CPU, 8, HIDDEN, FP16)
+    refused("rows are of 20; needed is a multiple of 8", make, 2, CPU, 8, 20, FP16)
+    some = (2, CPU, 8, HIDDEN, torch.float32)
+    refused("in torch.float32; supported are torch.bfloat16", make, *some)
     few, most = most_rows_of(4, 8192, 4096)
     assert (few, most) == (16, 1024)
     sizes = [(rows, rows * 8192 * 2) for rows in (16, 17, 1024, 1025)]

@@ -15,8 +15,8 @@ from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.attention.rotate import rotate
 from kernels.triton.common import Workspace
 from kernels.triton.tuning import KVSplit, PrefillTile
-from tests.kernels.refusals import refused
 from tests.kernels.triton_lab import distance, interpreted
+from tests.refusals import refused
 
 PAGES = 12
 STORAGE = {
@@ -179,8 +179,8 @@ def test_sink_tokens_are_read_as_floats(storage, dims, shape, count, changes):
         check_prefill(q, inputs, decodes, tokens, STARTS)
     pool = inputs.pool
     for other in (replace(pool, sink_k=pool.sink_k[1:]), replace(pool, sink_v=None)):
-        with pytest.raises(ValueError, match="sink_. is .* beside pages with scales"):
-            decode_attention(few, replace(inputs, pool=other), workspace)
+        beside = replace(inputs, pool=other)
+        refused("sink_. is .* beside pages with scales", decode_attention, few, beside, workspace)
 
 
 @pytest.mark.parametrize("window", [None, 130])
@@ -291,8 +291,8 @@ def test_attention_refuses_what_does_not_fit():
         ({"alibi": torch.zeros(4).half()}, r"alibi is .*; needed is fp32 \[4\]"),
     ):
         refused(message, decode_attention, q, replace(inputs, **changes), workspace)
-    with pytest.raises(ValueError, match="head size 24 is not supported: multiples of 16 up to"):
-        decode_attention(q[:, :, :24], make_inputs("int8", 1, 2, 24), workspace)
+    odd = q[:, :, :24], make_inputs("int8", 1, 2, 24), workspace
+    refused("head size 24 is not supported: multiples of 16 up to", decode_attention, *odd)
     refused("5 block tables for 4", decode_attention, q[:4], inputs, workspace)
     refused("make a larger one", decode_attention, q, inputs, workspace, split=KVSplit(4, 2))
     without = Workspace.on("cpu", 0, 0)  # sequences that are not split need none

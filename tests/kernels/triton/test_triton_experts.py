@@ -18,8 +18,8 @@ from kernels.triton.linear.launch import grid_of, tile_for
 from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import InputFormat
 from tests.kernels.expert_cases import E2M1, EXACT, FAMILIES, make_rows, make_weights, plain_rows
-from tests.kernels.refusals import refused
 from tests.kernels.triton_lab import building_for, compiled, interpreted
+from tests.refusals import refused
 
 EXPERTS = 4
 

@@ -11,8 +11,8 @@ from kernels.triton.common import Workspace
 from kernels.triton.linear import fp8_block
 from kernels.triton.linear.fp8_block import pack_fp8_block
 from kernels.triton.tuning import Tile
-from tests.kernels.refusals import refused
 from tests.kernels.triton_lab import building_for, compiled, distance, fitting, interpreted
+from tests.refusals import refused
 
 FP8 = torch.float8_e4m3fn
 

@@ -9,8 +9,8 @@ from kernels.triton import common, fused, rows
 from kernels.triton.attention.projection_norm import norm_projections
 from kernels.triton.fused import add_rms_norm, gated_product, quantize_rows
 from kernels.triton.sampling.softcap import softcap_logits
-from tests.kernels.refusals import refused
 from tests.kernels.triton_lab import interpreted
+from tests.refusals import refused
 
 
 def random(*shape: int) -> torch.Tensor:
