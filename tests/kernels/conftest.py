@@ -1,8 +1,15 @@
-"""Both implementations of the ops."""
+"""Both implementations of the ops, and numbers that every test draws alike."""
 
 import pytest
+import torch
 
 from kernels.cpu import native
+
+
+@pytest.fixture(autouse=True)
+def drawn_alike() -> None:
+    """Random numbers of a test do not depend on those before it."""
+    torch.manual_seed(0)
 
 
 def without_library(request, monkeypatch) -> None:

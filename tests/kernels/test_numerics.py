@@ -26,7 +26,6 @@ from kernels.numerics import (
 
 @pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 16), (8, 8), (-1, 1)])
 def test_every_granularity_loses_at_most_half_a_step(block):
-    torch.manual_seed(0)
     x = torch.randn(16, 64) * torch.logspace(-3, 3, 16)[:, None]
     scale = choose_scale(block_absmax(x, block))
     q = quantize(x, scale)
@@ -94,7 +93,6 @@ def test_a_view_in_blocks_needs_whole_ones():
 
 @pytest.mark.parametrize("kind", [INT8, INT4, FP8], ids=lambda kind: kind.name)
 def test_blocks_at_an_edge_are_smaller(kind):
-    torch.manual_seed(0)
     x, block = torch.randn(300, 200), (128, 128)
     absmax = block_absmax(x, block)
     assert absmax.shape == (3, 2)

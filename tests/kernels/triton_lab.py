@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.kernels.fast_interpreter import hasten
@@ -45,6 +46,7 @@ def _call(module: str, name: str, args: tuple, kwargs: dict) -> None:
 
     if os.environ["TRITON_INTERPRET"] == "1":
         hasten()
+    torch.manual_seed(0)  # as in tests/kernels/conftest.py
     try:
         getattr(importlib.import_module(module), name).inner(*args, **kwargs)
     except pytest.fail.Exception as failure:  # which cannot be sent to another process

@@ -68,7 +68,6 @@ def test_int8_linear_is_exact_where_every_product_is_the_largest(most):
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 8])
 def test_a_row_has_the_same_bits_in_any_batch(inputs, outputs, threads, with_threads):
     with_threads(threads)
-    torch.manual_seed(0)
     x, w, bias = torch.randn(130, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     weight = pack_float_weight(w, bias)
     whole = linear(x, weight)
@@ -83,7 +82,6 @@ def test_a_row_has_the_same_bits_in_any_batch(inputs, outputs, threads, with_thr
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("integer_inputs", [True, False])
 def test_int4_weights_stand_for_their_values(group, symmetric, integer_inputs):
-    torch.manual_seed(0)
     w, x, block = torch.randn(40, 288), torch.randn(7, 288), (1, group or -1)
     if symmetric:
         scale, zero = choose_scale(block_absmax(w, block), INT4), None
@@ -108,7 +106,6 @@ def test_int4_weights_stand_for_their_values(group, symmetric, integer_inputs):
 
 @pytest.mark.parametrize("group", [None, 128])
 def test_fp8_weights_and_inputs_stand_for_their_values(group):
-    torch.manual_seed(0)
     w, x, block = torch.randn(40, 300), torch.randn(5, 300) * 3, (1, group or -1)
     scale = choose_scale(block_absmax(w, block), FP8)
     q = quantize(w, scale, FP8, block=block)
@@ -131,7 +128,6 @@ def test_quantize_rounds_half_to_even_and_clamps_to_127():
 
 
 def test_quantize_per_token_scales_each_row_by_its_absmax_and_survives_rows_of_zeros():
-    torch.manual_seed(0)
     x = torch.randn(9, 77) * torch.logspace(-5, 5, 9)[:, None]
     x[4] = 0
     q, scale = quantize_per_token(x)

@@ -88,7 +88,6 @@ def test_no_rows_are_no_rows(isa):
 @pytest.mark.parametrize("size", [1, 7, 61, 64, 288, 4544])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm(every_backend, size, dtype, with_threads):
-    torch.manual_seed(0)
     x, weight = torch.randn(4, 10, size).to(dtype), torch.randn(size).to(dtype)
     got = ops.rms_norm(x, weight, 1e-5)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
@@ -108,7 +107,6 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, appr
 def test_gated_products_are_the_same_wherever_an_element_lies(
     every_backend, with_threads, activation
 ):
-    torch.manual_seed(0)
     product = partial(ops.gated_product, activation=activation)
     both = torch.randn(37, 2602)
     both[:, :1301] *= 20
@@ -129,7 +127,6 @@ def test_gated_products_are_the_same_wherever_an_element_lies(
 
 @pytest.mark.parametrize("bound", [0.7, 30.0])
 def test_softcap(every_backend, bound, with_threads):
-    torch.manual_seed(0)
     x = torch.cat((torch.randn(3, 411) * 60, torch.randn(3, 411) * 1e-3), dim=1)
     x[0, :6] = torch.tensor([-1e4, -3.0, 0.0, 1e-3, 3.0, 1e4])
     got = ops.softcapped(x, bound)
@@ -144,7 +141,6 @@ def test_softcap(every_backend, bound, with_threads):
 
 @pytest.mark.parametrize("dim", [2, 14, 32, 80])
 def test_rope_equals_torch_bit_for_bit(isa, dim, with_threads):
-    torch.manual_seed(0)
     with_threads(3)
     qkv = torch.randn(7, 8, dim)
     q, k, cos, sin = qkv[:, :4], qkv[:, 4:6], torch.randn(7, dim), torch.randn(7, dim)
@@ -155,7 +151,6 @@ def test_rope_equals_torch_bit_for_bit(isa, dim, with_threads):
 
 @pytest.mark.parametrize("dim", [32, 40])
 def test_rope_turns_pairs(every_backend, dim):
-    torch.manual_seed(0)
     half = dim // 2
     q, k = torch.randn(7, 4, dim), torch.randn(7, 2, dim)
     angle = torch.outer(torch.arange(7.0), 1e4 ** (-torch.arange(half) / half)).repeat(1, 2)

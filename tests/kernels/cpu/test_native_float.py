@@ -108,7 +108,6 @@ def check_sums(x: torch.Tensor, w: Weight, kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_as_exact_as_rounding_allows(isa, kind):
-    torch.manual_seed(0)
     for outputs, inputs in SIZES:
         w = weight(kind, outputs, inputs)
         for rows in (1, 2, 3, 4, 5, 13, 66):
@@ -121,7 +120,6 @@ INTEGERS = [kind for kind in KINDS if kind.fmt.startswith("int")]
 @pytest.mark.parametrize("kind", INTEGERS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 26])
 def test_inputs_far_larger_than_others_spoil_their_own_group_alone(isa, kind, rows):
-    torch.manual_seed(0)
     w, x = weight(kind, 70, 577), torch.randn(rows, 577)
     x[:, 40], x[:, 300] = 3e4, -1e-6
     check_sums(x, w, kind)
@@ -142,7 +140,6 @@ def test_the_largest_sums_of_a_group_do_not_overflow(isa, fmt, rows):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("rows", [2, 15])
 def test_what_is_not_finite_does_not_stay_unseen(isa, fmt, bad, rows):
-    torch.manual_seed(0)
     packed, x = weight(Kind(fmt, 32), 40, 100).packed, torch.randn(rows, 100)
     x[1, 70] = bad
     finite = native.linear(x, packed).isfinite()
@@ -162,7 +159,6 @@ def test_scales_that_fp16_holds_are_packed_in_two_bytes(isa, fmt):
 
 
 def test_zero_points_of_negative_scales_are_not_packed(isa):
-    torch.manual_seed(0)
     q, scale = codes_of("int4", 70, 90), torch.rand(70, 3) + 0.5
     zero = torch.randint(-1, 1, (70, 3), dtype=torch.int8)
     packed = native.pack(q, "int4", scale, zero, group=32)
@@ -183,7 +179,6 @@ def test_long_sums_of_one_sign_do_not_drift(isa, rows):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("factor", [1.0, 2.0**-60, -(2.0**50)])
 def test_rows_of_the_identity_give_the_weight_back(isa, kind, factor):
-    torch.manual_seed(0)
     w = weight(kind, 21, 300, with_bias=False)
     want = (w.values.float() * factor).T
     eye = torch.eye(300) * factor
@@ -195,7 +190,6 @@ def test_rows_of_the_identity_give_the_weight_back(isa, kind, factor):
 
 @pytest.mark.parametrize("kind", KINDS[1::2])
 def test_a_row_has_the_same_bits_in_any_call(isa, kind, with_threads):  # all formats but fp32
-    torch.manual_seed(0)
     w, x = weight(kind, 20, 270), torch.randn(130, 270)
     with_threads(1)
     whole = native.linear(x, w.packed)
@@ -209,7 +203,6 @@ def test_a_row_has_the_same_bits_in_any_call(isa, kind, with_threads):  # all fo
 @pytest.mark.parametrize("kind", [Kind("f32"), Kind("fp8_e4m3", 128), Kind("int4", 32, True)])
 @pytest.mark.parametrize("threads", range(1, 9))
 def test_threads_do_not_change_a_bit(isa, kind, threads, with_threads):
-    torch.manual_seed(0)
     w, x = weight(kind, 200, 290), torch.randn(70, 290)
     with_threads(1)
     whole = native.linear(x, w.packed)
@@ -219,7 +212,6 @@ def test_threads_do_not_change_a_bit(isa, kind, threads, with_threads):
 
 
 def test_rows_of_several_blocks_stay_as_they_are(isa):
-    torch.manual_seed(0)
     w, x = weight(Kind("int8", 32), 33, 50), torch.randn(2100, 50)  # 1024 rows a block at most
     parts = [native.linear(part, w.packed) for part in x.split(100)]
     assert torch.equal(native.linear(x, w.packed), torch.cat(parts))
@@ -227,7 +219,6 @@ def test_rows_of_several_blocks_stay_as_they_are(isa):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.asymmetric])
 def test_rows_are_gathered_with_their_zero_points(isa, kind):
-    torch.manual_seed(0)
     w, ids = weight(kind, 70, 300), torch.tensor([69, 0, 16, 0])
     assert torch.equal(native.rows(w.packed, ids), w.values.float()[ids])
 
@@ -239,7 +230,6 @@ def test_float_zero_points_are_for_float_inputs():
 
 
 def test_bf16_gives_the_bits_of_the_same_weight_in_fp32(isa):
-    torch.manual_seed(0)
     q = torch.randn(70, 301).bfloat16()
     for rows in (1, 2, 3, 4, 9):
         x = torch.randn(rows, 301)
@@ -252,7 +242,6 @@ def test_bf16_gives_the_bits_of_the_same_weight_in_fp32(isa):
 @pytest.mark.parametrize("rows", [1, 3, 4, 40])
 @pytest.mark.parametrize("outputs", [5, 16, 41])
 def test_strides_and_adding_to_what_is_there(isa, kind, accumulate, rows, outputs):
-    torch.manual_seed(0)
     w, inputs = weight(kind, outputs, 70), 70
     x, y = torch.randn(rows, inputs + 9), torch.randn(rows, outputs + 5)
     want = y.clone()

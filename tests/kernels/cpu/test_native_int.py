@@ -59,7 +59,6 @@ def test_int8_with_one_scale_equals_its_twin_bit_for_bit(isa, outputs, inputs, p
 @pytest.mark.parametrize("group", [32, 33, 128, 1500, None])
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_sums_of_groups_are_exact(isa, fmt, group, asymmetric):
-    torch.manual_seed(0)
     for outputs, inputs in SIZES:
         groups = groups_of(inputs, group)
         q = integers(*LIMITS[fmt], outputs, inputs, seed=1)
@@ -96,7 +95,6 @@ def test_the_largest_integers_do_not_overflow(isa, fmt, group, sign):
 @pytest.mark.parametrize("group", [32, 64, None])
 def test_any_scales_biases_and_zero_points_agree_with_fp64(isa, fmt, group):
     outputs, inputs, rows = 77, 576, 9
-    torch.manual_seed(0)
     groups = groups_of(inputs, group)
     q = integers(*LIMITS[fmt], outputs, inputs)
     zero = integers(*LIMITS[fmt], outputs, groups, seed=1)
@@ -114,7 +112,6 @@ def test_a_row_has_the_same_bits_in_any_batch(
     isa, fmt, outputs, inputs, group, threads, with_threads
 ):
     with_threads(threads)
-    torch.manual_seed(0)
     scale, bias = torch.rand(outputs, groups_of(inputs, group)), torch.randn(outputs)
     q, x = integers(-7, 7, outputs, inputs), integers(-127, 127, 140, inputs, seed=1)
     x_scale = torch.rand(140, 1)

@@ -23,7 +23,6 @@ from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 @interpreted
 def test_blocks_of_columns_are_solved_as_on_the_cpu():
-    torch.manual_seed(0)
     for (name, kind), zeros in itertools.product(TYPES.items(), (False, True)):
         if zeros and kind.storage.is_floating_point:
             continue
@@ -47,7 +46,6 @@ def test_blocks_of_columns_are_solved_as_on_the_cpu():
 
 @interpreted
 def test_errors_of_groups_are_those_of_plain_torch():
-    torch.manual_seed(0)
     weight, x = torch.randn(40, 64), torch.randn(99, 64)
     moments = x.T @ x
     w4 = WeightSpec(dtype="int4", granularity="group", group_size=32)
@@ -65,7 +63,6 @@ def test_errors_of_groups_are_those_of_plain_torch():
 
 @interpreted
 def test_magnitudes_are_those_that_the_cpu_sees():
-    torch.manual_seed(0)
     magnitudes.MOST = 9000  # counts are put by on the way
     heads = torch.randn(3, 2, 300, 20).bfloat16().transpose(1, 2)  # [samples, T, H, D], as K lies
     inputs = torch.randn(3, 70, 1, 200)

@@ -64,7 +64,6 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
 
     An expert alone is no witness by itself: where a kernel misreads a weight, it does so twice.
     """
-    torch.manual_seed(0)
     weights, plain = make_weights(family, EXPERTS, 128, 256)
     workspace, tokens, each = Workspace.on("cpu", 1 << 18, 64), 5, 2
     chosen = make_chosen(tokens, each, EXPERTS, skew=True)
@@ -101,7 +100,6 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
 @interpreted
 def test_few_pairs_are_tiles_as_they_come(family):
     """With the bits that they have when they are sorted, also where two are of one expert."""
-    torch.manual_seed(0)
     weights, _ = make_weights(family, 16, 64, 256)
     workspace, found = Workspace.on("cpu", 1 << 18, 64), []
     chosen = torch.tensor([[9, 3], [3, 12]], dtype=torch.int32)
@@ -120,7 +118,6 @@ def test_few_pairs_are_tiles_as_they_come(family):
 @interpreted
 def test_rows_of_mxfp4_experts_end_where_their_inputs_do():
     """160 inputs are 128 and a rest; what lies behind a row in memory is another's."""
-    torch.manual_seed(0)
     weights, plain = make_weights("mxfp4", 2, 64, 160)
     x, _ = make_rows("mxfp4", 5, 160)
     chosen = make_chosen(5, 1, 2)
@@ -144,7 +141,6 @@ def test_rows_of_mxfp4_experts_end_where_their_inputs_do():
 @interpreted
 def test_places_of_more_than_32_bits(family):
     """As those of 128k tokens of 28672 inputs: the same sums, of all rows and of experts'."""
-    torch.manual_seed(0)
     weight, workspace = make_weights(family, 2, 128, 256)[0][0], Workspace.on("cpu", 1 << 18, 64)
     x, scales = make_rows(family, 70, 256)
     own = sorting.sort_by_expert(make_chosen(70, 1, 2), 2, 16)

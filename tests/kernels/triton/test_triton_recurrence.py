@@ -109,7 +109,6 @@ def test_a_convolution_is_that_of_torch(taps, silu):
 @pytest.mark.parametrize("size", [24, 1536])
 @interpreted
 def test_gated_norms_are_their_twins(size, dtype):
-    torch.manual_seed(0)
     both, weight = torch.randn(5, 2 * size).to(dtype), torch.rand(size)
     x, gate = both.chunk(2, dim=1)  # rows are parts of longer ones
     for form in (Gate(), Gate(silu=False), Gate(first=True), Gate(first=True, groups=4)):

@@ -58,7 +58,6 @@ def check(x, scales, slots, stack, y=None, **more) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @interpreted
 def test_rows_of_every_kind_and_parts(kind):
-    torch.manual_seed(0)
     x, scales = make_rows(kind, len(MIXED), 272)
     dtype = x.dtype if scales is None else torch.float16
     for parts in PARTS.values() if kind == "static" else (PARTS[3],):
@@ -81,14 +80,12 @@ def test_ranks_are_filled_up(rank):
 @pytest.mark.parametrize("slots", [[1], [-1], [-1] * 18, [0] * 17, [-1] * 20 + [2]])
 @interpreted
 def test_one_row_and_rows_of_none_or_one_adapter(slots):
-    torch.manual_seed(0)
     check(*make_rows("rows", len(slots), 160), slots, make_stack(PARTS[3], 16, 160))
 
 
 @pytest.mark.parametrize("invariant", [False, True])
 @interpreted
 def test_rows_of_prompts(invariant):
-    torch.manual_seed(0)
     slots = [*MIXED, *[1] * 40, *[-1] * 66, *[2] * 14]  # tiles of many, of one, of none
     x, scales = make_rows("rows", len(slots), 160)
     check(x, scales, slots, make_stack(PARTS[2], 16, 160), invariant=invariant)
@@ -96,7 +93,6 @@ def test_rows_of_prompts(invariant):
 
 @interpreted
 def test_rows_that_are_parts_of_longer_ones_and_rows_of_other_lengths():
-    torch.manual_seed(0)
     stack, slots = make_stack(PARTS[1], 16, 300), MIXED[:9]
     wide = torch.randn(9, 100).half()
     before = wide.clone()
@@ -115,7 +111,6 @@ def test_rows_that_are_parts_of_longer_ones_and_rows_of_other_lengths():
 @interpreted
 def test_a_row_has_its_bits_in_any_company(rows):
     """In any place, with any slots beside, cut into any ways; `invariant`, among any number."""
-    torch.manual_seed(0)
     stack, slots = make_stack(PARTS[3], 16, 330), torch.tensor(MIXED * 4, dtype=torch.int32)[:rows]
     x, scales = make_rows("rows", rows, 330)
     y = torch.randn(rows, 104).half()
@@ -135,7 +130,6 @@ def test_a_row_has_its_bits_in_any_company(rows):
 
 @interpreted
 def test_more_slots_than_ways_and_slots_that_are_not_there():
-    torch.manual_seed(0)
     stack = make_stack((16,), 4, 32, slots=11)
     assert stack.tile(16).ways == 8
     x, y = torch.randn(16, 32).half(), torch.randn(16, 16).half()
