@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
-from formats.scale_table import ScaleTable
+from formats.scale_table import ScaleEntry, ScaleTable
 from formats.scheme import PRESETS, Scheme
 from formats.stored.weights import StoredWeight
 from kernels.numerics import TYPES, dequantize, expand_scale, fake_quantize_activations
@@ -125,22 +125,10 @@ def test_golden_bytes(tmp_path):
         q = torch.tensor([[1, -2], [127, -127]], dtype=torch.int8)
         stored = StoredWeight(q, torch.tensor([[0.5], [0.25]]))
         writer.add_linear("m.q_proj", stored, torch.bfloat16)
-        row = {
-            "module": "m.q_proj",
-            "role": "weight",
-            "dtype": "int8",
-            "granularity": "per_channel",
-            "shape": [2, 1],
-            "tensor": "m.q_proj.weight_scale",
-            "scale_min": 0.25,
-            "scale_max": 0.5,
-            "statistic": "absmax",
-            "absmax": 63.5,
-            "tokens": 0,
-            "clip_fraction": 0.0,
-            "sqnr_db": None,
-        }
-        writer.finish(ScaleTable.from_json(json.dumps({"entries": [row]})))
+        kind = {"dtype": "int8", "granularity": "per_channel", "statistic": "absmax"}
+        seen = {"absmax": 63.5, "tokens": 0, "sqnr_db": None}
+        row = ScaleEntry.of("m.q_proj.weight_scale", "weight", stored.scale, **kind, **seen)
+        writer.finish(ScaleTable(entries=(row,)))
     data = (tmp_path / "out" / "model.safetensors").read_bytes()
     header_size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + header_size])

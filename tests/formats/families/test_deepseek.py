@@ -80,12 +80,8 @@ def test_int8_latents_change_logits_little(c8):
 
 def test_chunks_and_single_tokens_give_the_same_bits(c8):
     ids = random_tokens().sequences()[1][:70].tolist()
-    whole, steps = (
-        Engine.from_pretrained(
-            c8, config=EngineConfig(max_batched_tokens=tokens, max_model_len=512)
-        ).score(ids)
-        for tokens in (128, 7)
-    )
+    sizes = [EngineConfig(max_batched_tokens=n, max_model_len=512) for n in (128, 7)]
+    whole, steps = (Engine.from_pretrained(c8, config=own).score(ids) for own in sizes)
     assert torch.equal(whole, steps)
 
 

@@ -375,13 +375,6 @@ def test_what_was_written_is_read_back_and_compared(make_model, tmp_path, monkey
     assert not list(tmp_path.rglob("*gguf*"))
 
 
-def changed(source: Path, out: Path, change) -> Path:
-    data = bytearray(source.read_bytes())
-    change(data)
-    out.write_bytes(data)
-    return out
-
-
 def replaced(old: bytes, new: bytes):
     assert len(old) == len(new)
 
@@ -407,7 +400,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("message", CHANGES)
 def test_what_is_not_read_is_refused_by_name(llama_file, tmp_path, message):
-    path = changed(llama_file, tmp_path / "bad.gguf", CHANGES[message])
+    data, path = bytearray(llama_file.read_bytes()), tmp_path / "bad.gguf"
+    CHANGES[message](data)
+    path.write_bytes(data)
     with pytest.raises(CheckpointError) as refusal:
         unpack(path, tmp_path / "folder")
     assert message in str(refusal.value)

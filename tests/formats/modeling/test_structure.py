@@ -20,21 +20,14 @@ from tests.undeclared import UNDECLARED
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LIKE_LLAMA = ("apertus", "arcee", "cohere2", "ernie4_5", "helium", "nanochat", "phi", "seed_oss")
+LIKE_LLAMA += ("stablelm", "starcoder2")
 MANY = {  # list of blocks, embedding, head, heads of K and V with their sizes
-    "apertus": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
-    "arcee": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
+    **dict.fromkeys(LIKE_LLAMA, ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16))),
     "biogpt": ("biogpt.layers", "biogpt.embed_tokens", "output_projection", (4, 16, 16)),
-    "cohere2": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
-    "ernie4_5": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
     "gpt2": ("transformer.h", "transformer.wte", "lm_head", (4, 16, 16)),
     "gpt_neox": ("gpt_neox.layers", "gpt_neox.embed_in", "embed_out", (4, 16, 16)),
-    "helium": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
-    "nanochat": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
     "persimmon": ("model.layers", "model.embed_tokens", "lm_head", (4, 16, 16)),
-    "phi": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
-    "seed_oss": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
-    "stablelm": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
-    "starcoder2": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
 }
 REFUSED = {
     "bert": "'bert' is not supported: its tokens see later ones: it is an encoder",

@@ -42,6 +42,7 @@ QWEN = {
     "mtp_num_hidden_layers": 1,
     "mtp_use_dedicated_embeddings": False,
 }  # with keys of what Qwen publishes that no class of transformers reads
+GEMMA = TINY["gemma3_text"] | {"model_type": "gemma3_text"}
 LFM2 = {"layer_types": ["conv", "full_attention"]}
 QWEN_MOE = QWEN | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 QWEN_MOE |= {"shared_expert_intermediate_size": 128}
@@ -65,7 +66,7 @@ def write_both(folder: Path, model_type: str, text: dict[str, Any], vision: str 
 @pytest.mark.parametrize(
     ("model_type", "text", "vision"),
     [
-        ("gemma3", TINY["gemma3_text"] | {"model_type": "gemma3_text"}, "siglip_vision_model"),
+        ("gemma3", GEMMA, "siglip_vision_model"),
         ("mistral3", TINY["ministral3"] | {"model_type": "ministral3"}, "pixtral"),
         ("mistral3", {"model_type": "mistral", "sliding_window": None}, "pixtral"),
         ("qwen3_5", QWEN | {"model_type": "qwen3_5_text"}, None),
@@ -86,8 +87,7 @@ def test_the_text_is_read_alone(tmp_path, model_type, text, vision):
 
 def test_a_model_of_images_without_its_head(tmp_path):
     """By the names of its class in memory: `language_model.layers.0`."""
-    text = TINY["gemma3_text"] | {"model_type": "gemma3_text"}
-    model = write_both(tmp_path / "model", "gemma3", text, "siglip_vision_model")
+    model = write_both(tmp_path / "model", "gemma3", GEMMA, "siglip_vision_model")
     whole = Engine.from_pretrained(tmp_path / "model").score(list(range(1, 40)))
     tensors = {name: tensor.contiguous() for name, tensor in model.model.state_dict().items()}
     assert "language_model.layers.0.mlp.up_proj.weight" in tensors
@@ -96,8 +96,7 @@ def test_a_model_of_images_without_its_head(tmp_path):
 
 
 def test_what_is_written_is_a_model_of_text(tmp_path):
-    text = TINY["gemma3_text"] | {"model_type": "gemma3_text"}
-    write_both(tmp_path / "model", "gemma3", text, "siglip_vision_model")
+    write_both(tmp_path / "model", "gemma3", GEMMA, "siglip_vision_model")
     written = check_quantized(tmp_path / "model", tmp_path / "out", "w4")
     assert written.config["architectures"] == ["Gemma3ForCausalLM"]
     assert "text_config" not in json.loads((written.path / "config.json").read_text())

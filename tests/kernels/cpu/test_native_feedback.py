@@ -1,7 +1,5 @@
 """Rounding with feedback: compiled as plain torch has it, and plain torch as the definition."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -10,14 +8,6 @@ from kernels.feedback import Grid, Rounding, move_all, round_all
 from kernels.numerics import FP4, FP8, INT4, INT8, quantize
 
 KINDS = {"int4": INT4, "int8": INT8, "fp8": FP8, "fp4": FP4}
-
-
-@contextmanager
-def plain_torch(monkeypatch):
-    """As on a machine without a compiler."""
-    with monkeypatch.context() as patch:
-        patch.setattr(native, "library", lambda: None)
-        yield
 
 
 def factor(size: int, seed: int) -> torch.Tensor:
@@ -64,8 +54,8 @@ def test_plain_torch_is_brain_surgery_on_both_sides(kind, zeros, monkeypatch):
         pytest.skip("floats have no zero point")
     weight, to = problem(7, 11, kind, zeros=zeros)
     rows, columns = factor(7, 1), factor(11, 2)
-    with plain_torch(monkeypatch):
-        q = round_all(weight.clone(), to, upper(rows)[None], upper(columns))
+    monkeypatch.setattr(native, "library", lambda: None)
+    q = round_all(weight.clone(), to, upper(rows)[None], upper(columns))
     assert torch.equal(q, obq(weight, to, rows, columns))
 
 
@@ -84,10 +74,10 @@ def test_compiled_code_finds_what_plain_torch_finds(isa, name, zeros, monkeypatc
     gradient = columns @ (weight - values) @ rows
     ours = values.clone()
     moved = move_all(gradient.clone(), ours, to, rows[None], columns)
-    with plain_torch(monkeypatch):
-        assert (round_all(weight.clone(), to, over, across) == found).float().mean() > 0.99
-        assert (move_all(gradient, values, to, rows[None], columns) == moved).float().mean() > 0.99
     assert torch.equal(ours, to.values(moved))
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert (round_all(weight.clone(), to, over, across) == found).float().mean() > 0.99
+    assert (move_all(gradient, values, to, rows[None], columns) == moved).float().mean() > 0.99
 
 
 @pytest.mark.skipif(not native.supported(), reason="no C++ compiler")

@@ -28,6 +28,15 @@ STORAGE = {
 LENGTHS = (1, 65, 0, 200, 128)
 
 
+def make_tables(generator: torch.Generator) -> torch.Tensor:
+    """Pages of the sequences, scattered in the pool."""
+    order, tables = torch.randperm(PAGES, generator=generator), torch.zeros(len(LENGTHS), 4).int()
+    for s, length in enumerate(LENGTHS):
+        pages = -(-length // 64)
+        tables[s, :pages], order = order[:pages], order[pages:]
+    return tables
+
+
 def make_inputs(storage: str, dims: int, heads: int, dim: int, **rest):
     """Random pages with scales of so many dimensions; NaN scales of tokens where no token is."""
     generator = torch.Generator().manual_seed(0)
@@ -43,14 +52,11 @@ def make_inputs(storage: str, dims: int, heads: int, dim: int, **rest):
         pools, scales = [pool * 0.015 for pool in pools], [None, None]
     if dims == 2:
         scales[1] = scales[1][:, 0].contiguous()
-    order = torch.randperm(PAGES, generator=generator)
-    tables = torch.zeros(len(LENGTHS), 4, dtype=torch.int32)
+    tables = make_tables(generator)
     for s, length in enumerate(LENGTHS):
-        pages = -(-length // 64)
-        tables[s, :pages], order = order[:pages].int(), order[pages:]
         if dims == 3 and length % 64:
             for scale in scales:
-                scale[tables[s, pages - 1], :, length % 64 :] = float("nan")
+                scale[tables[s, length // 64], :, length % 64 :] = float("nan")
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     held = pages_of(storage, *pools)
     if dims == 3 and "4" in storage:  # of int4, scales of tokens are fp16 and of either sign

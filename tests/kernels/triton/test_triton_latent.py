@@ -11,11 +11,8 @@ from kernels.reference_attention import latent_attention as twin
 from kernels.triton.attention.latent import LatentTile, latent_attention
 from kernels.triton.attention.latent_write import latent_write
 from kernels.triton.common import Workspace
+from tests.kernels.triton.test_triton_attention import LENGTHS, PAGES, STORAGE, make_tables
 from tests.kernels.triton_lab import building_for, compiled, distance, interpreted
-
-PAGES = 12
-LENGTHS = (1, 65, 0, 200, 128)
-STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": torch.float16}
 
 
 def make_inputs(storage: str, rank: int, turn: int, starts=None):
@@ -28,12 +25,7 @@ def make_inputs(storage: str, rank: int, turn: int, starts=None):
         scaled = storage != "fp16"
         pools.append((page if scaled else page * 0.01).to(STORAGE[storage]))
         scales.append(scale if scaled else None)
-    order = torch.randperm(PAGES, generator=generator).int()
-    tables = torch.zeros(len(LENGTHS), 4, dtype=torch.int32)
-    for s, length in enumerate(LENGTHS):
-        pages = -(-length // 64)
-        tables[s, :pages], order = order[:pages], order[pages:]
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    tables, lengths = make_tables(generator), torch.tensor(LENGTHS, dtype=torch.int32)
     return AttentionInputs(KVPool(*pools, *scales), tables, lengths, starts, 0.1)
 
 
