@@ -115,7 +115,7 @@ def check_tensors(found: Path, wanted: Path) -> None:
 
 
 def check_published(published: Path, native: Path, out: Path, preset: str) -> Path:
-    """It computes what the native model does, and what is quantized of it is a native checkpoint.
+    """It is the native model, by tensors and logits; what is quantized of it is a native checkpoint.
 
     Args:
         published: A folder in a published layout.
@@ -126,6 +126,7 @@ def check_published(published: Path, native: Path, out: Path, preset: str) -> Pa
     Returns:
         The quantized checkpoint's folder.
     """
+    check_tensors(published, native)
     ids = random_tokens().sequences()[1]
     wanted = transformers_logits(native, ids)
     sizes = EngineConfig(max_batched_tokens=16, max_batch_size=2, max_model_len=512)

@@ -9,7 +9,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from tests.families import but_one_in_ci
 from tests.ptq.quantizing import edit_model
-from tests.published import as_chatglm, check_published, check_tensors
+from tests.published import as_chatglm, check_published
 
 THETA = {"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5}
 
@@ -22,10 +22,6 @@ def native(make_model):
 @pytest.fixture(scope="module")
 def published(native, tmp_path_factory):
     return as_chatglm(native, tmp_path_factory.mktemp("chatglm") / "glm", rope_ratio=500)
-
-
-def test_tensors_are_those_of_the_native_class(native, published):
-    check_tensors(published, native)
 
 
 @pytest.mark.parametrize("preset", but_one_in_ci("w4"))
