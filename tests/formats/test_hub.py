@@ -1,7 +1,5 @@
 """Models by their names on the hub: what is downloaded, from where it is read again, what is said."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Scales and rounding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -22,17 +22,7 @@ from formats.families.names import (
     is_shared_expert,
     split_name,
 )
-from formats.families.registry import (
-    BY_TYPE,
-    DOCUMENT,
-    FAMILIES,
-    MODEL_TYPES,
-    family_of,
-    find_family,
-    read_table,
-    unsupported,
-    with_table,
-)
+from formats.families.registry import BY_TYPE, FAMILIES, MODEL_TYPES, unsupported
 from formats.families.sizes import Heads, heads_of, turning_pairs
 from ptq.commands.families import main
 from tests.families_table import OTHERS, measured_row, write_tiny
@@ -81,9 +71,9 @@ def test_every_family_of_transformers_is_found_in_its_source():
 
 
 def test_what_is_not_declared_is_refused_by_name():
-    assert find_family({"model_type": "bert"}) is None
+    assert registry.find_family({"model_type": "bert"}) is None
     with pytest.raises(CheckpointError, match=r"model_type 'bert' is not supported.*llama"):
-        family_of({"model_type": "bert"})
+        registry.family_of({"model_type": "bert"})
 
 
 def test_sizes_of_heads_follow_from_what_a_config_says():
@@ -151,13 +141,14 @@ def test_pairs_are_those_that_turn(kind, part, found):
     assert turning_pairs(family, {**config, "layers": None}, 1) == found
 
 
-ROWS = {row["family"]: row for row in read_table()}
+ROWS = {row["family"]: row for row in registry.read_table()}
 AGAIN = "write the table again: python -m tests.families_table"
 
 
 def test_every_declared_type_has_its_row():
     assert list(ROWS) == [*sorted(BY_TYPE), OTHERS["family"]], AGAIN
-    assert with_table(read_table()) == DOCUMENT.read_text(encoding="utf-8")
+    document = registry.DOCUMENT.read_text(encoding="utf-8")
+    assert registry.with_table(registry.read_table()) == document
 
 
 @pytest.mark.parametrize("kind", sorted(BY_TYPE))

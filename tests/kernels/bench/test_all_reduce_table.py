@@ -1,7 +1,5 @@
 """`ptq bench --kernels all_reduce` and `links` without a GPU: their arguments and tables."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

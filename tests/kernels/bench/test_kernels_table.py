@@ -1,7 +1,5 @@
 """The tables of kernels without a GPU: peers compute what ours do, rows and files are right."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -17,19 +15,7 @@ import kernels.bench.cpu_cases as cpu_cases
 import kernels.bench.measure as measure
 import kernels.bench.peers.torch_peers as peers
 from kernels.bench.case import BenchCase, Clock, Limits, copies_of, in_turns
-from kernels.bench.measure import (
-    COLUMNS,
-    Bench,
-    Published,
-    Row,
-    cells,
-    header,
-    line,
-    markdown,
-    published,
-    source,
-    to_json,
-)
+from kernels.bench.measure import Bench, Published, Row, cells, line, published
 from kernels.bench.peers.torch_peers import TOLERANCE, Peers
 from kernels.bench.shapes import (
     CPU_FAMILIES,
@@ -210,16 +196,15 @@ def test_a_kernel_with_stated_layouts_shows_its_gain_over_the_fastest_plain_one(
 def test_published_times_are_of_the_same_device_and_shape():
     shape = Gemm.of("w4a16", 64, 28672, 4096)
     assert published("NVIDIA H200", shape) == Published(44.2, "Machete", False)
-    assert published("NVIDIA H200", Gemm.of("w8a8", 1, 4096, 14336)) == Published(
-        26.6, "CUTLASS", True
-    )
+    cutlass = published("NVIDIA H200", Gemm.of("w8a8", 1, 4096, 14336))
+    assert cutlass == Published(26.6, "CUTLASS", True)
     attention = AttentionShape(16, 4096, cache="float8_e4m3fn")
     found = published("NVIDIA H100 80GB HBM3", attention)
     assert found.us == 59.4
     others = (replace(shape, rows=63), replace(shape, dtype="float16"), Rows("norm", 1, 1, 1))
     assert not any(published("NVIDIA H200", other) for other in others)
     assert published("NVIDIA A100-SXM4-80GB", shape) is None
-    assert "vLLM 0.26" in str(source("NVIDIA H200"))
+    assert "vLLM 0.26" in str(measure.source("NVIDIA H200"))
 
 
 def test_a_published_peer_that_quantizes_is_compared_with_what_that_adds():
@@ -234,15 +219,15 @@ def test_files_hold_every_row():
     row = Row("w8a8", "x", 10.0, 5.0, 1e-3, 0, 0.0, 0.5, 12.0, {"F.linear": 20.0})
     other = replace(row, published=Published(40.0, "Machete", False))
     limits = replace(LIMITS, device="NVIDIA H200")
-    text = markdown("cuda", limits, [row, other], ["_int_mm: few (1 rows)"])
+    text = measure.markdown("cuda", limits, [row, other], ["_int_mm: few (1 rows)"])
     lines = text.splitlines()
     assert lines[0].startswith("NVIDIA H200, torch")
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 4
-    assert {line.count("|") for line in table} == {len(COLUMNS["cuda"]) + 1}
+    assert {line.count("|") for line in table} == {len(measure.COLUMNS["cuda"]) + 1}
     assert lines[-2] == "- _int_mm: few (1 rows)"
     assert lines[-1].startswith("- published: vLLM 0.26")
-    data = json.loads(to_json(LIMITS, [row], {("_int_mm", "few"): 1}))
+    data = json.loads(measure.to_json(LIMITS, [row], {("_int_mm", "few"): 1}))
     assert data["rows"][0]["peers"] == {"F.linear": 20.0}
     assert (data["rows"][0]["added"], data["rows"][0]["gain"]) == (0.5, pytest.approx(0.2))
     assert data["missing"] == [{"peer": "_int_mm", "reason": "few", "rows": 1}]
@@ -252,7 +237,7 @@ def test_files_hold_every_row():
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_lines_are_aligned(device):
     row = Row("w8a8", "a name", 10.0, 5.0, 1e-3, 100, 0.0, 0.5, None, {"copy": 4.0})
-    titles, found = line(device, header(device)), line(device, cells(device, row))
+    titles, found = line(device, measure.header(device)), line(device, cells(device, row))
     place = titles.index("op") if device == "cpu" else titles.index(" op ") + 1
     assert found.index("copy") == place
 
@@ -352,9 +337,8 @@ def test_what_was_measured_stays(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "limits_of", lambda device: LIMITS)
     monkeypatch.setattr(measure.Bench, "rows", rows)
     files = [tmp_path / "k.json", tmp_path / "k.md"]
-    arguments = arguments_of(
-        "--device", "cpu", "--json", str(files[0]), "--markdown", str(files[1])
-    )
+    written = ("--json", str(files[0]), "--markdown", str(files[1]))
+    arguments = arguments_of("--device", "cpu", *written)
     with pytest.raises(torch.OutOfMemoryError):
         measure.measure(arguments, CPU)
     assert json.loads(files[0].read_text())["rows"][0]["name"] == "first"

@@ -1,7 +1,5 @@
 """Ranks that are measured: whoever stands still is named with what it was at."""
 
-from __future__ import annotations
-
 import queue
 import time
 from types import SimpleNamespace
