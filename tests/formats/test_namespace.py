@@ -3,13 +3,12 @@
 import gc
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from formats import namespace
+from tests.test_import_order import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 from threading import Event, Thread

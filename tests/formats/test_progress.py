@@ -7,11 +7,11 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.test_import_order import ROOT
+
 COUNT = """
 import sys, time
 from formats import command as progress

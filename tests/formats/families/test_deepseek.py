@@ -27,13 +27,10 @@ from tests.ptq.quantizing import edit_model, make_plan, random_tokens
 from tests.tiny_families import DEEPSEEK
 
 
-@pytest.fixture(scope="module", params=DEEPSEEK)
-def folder(request, make_model):
-    kind, own = DEEPSEEK[request.param]
-    return make_model(kind, **own)
-
-
-def test_logits_and_blocks_are_those_of_transformers(folder):
+@pytest.mark.parametrize("name", DEEPSEEK)
+def test_logits_and_blocks_are_those_of_transformers(make_model, name):
+    kind, own = DEEPSEEK[name]
+    folder = make_model(kind, **own)
     check_engine(folder, random_tokens(1, 70).ids[0].clamp(min=1))
     check_blocks(folder)
 

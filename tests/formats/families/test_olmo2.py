@@ -10,8 +10,6 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from tests.ptq.quantizing import make_plan, observed_work
 
-CONFIG = {"model_type": "olmo2"}
-
 
 @pytest.fixture(scope="module")
 def olmo2(make_model):
@@ -27,7 +25,7 @@ def test_what_is_not_smoothed_is_told(olmo2, tmp_path):
 
 def test_only_what_has_a_source_before_it_is_smoothed():
     names = [f"b.mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
-    family = family_of(CONFIG)
+    family = family_of({"model_type": "olmo2"})
     kinds = {group.kind for group in smoothing_groups(family, "b", names, SMOOTHING_KINDS)}
     assert kinds == {"attention_output", "mlp_output"}
     inputs = common_inputs(family, "b", names)

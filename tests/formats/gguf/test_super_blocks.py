@@ -1,7 +1,5 @@
 """Q4_K from the solver to a .gguf file: what `gguf` dequantizes there are the weights solved here."""
 
-from pathlib import Path
-
 import gguf
 import numpy as np
 import pytest
@@ -137,13 +135,9 @@ def test_methods_of_other_scales_are_refused_by_name(method, tiny_llama, tmp_pat
     assert method_fault(methods, plain, (plain,)) is None
 
 
-@pytest.fixture(scope="module")
-def model(make_model) -> Path:
-    """A model of which 256 divides all inputs but those of o_proj and down_proj."""
-    return make_model("llama", hidden_size=256, intermediate_size=288)
-
-
-def test_from_a_recipe_to_a_file_and_back(model, tmp_path):
+def test_from_a_recipe_to_a_file_and_back(make_model, tmp_path):
+    """256 divides all inputs but those of o_proj and down_proj."""
+    model = make_model("llama", hidden_size=256, intermediate_size=288)
     plans = [
         make_plan(model, tmp_path / scheme.wac, scheme, methods=(TwoSidedSpec(sweeps=1),))
         for scheme in (Scheme(weights=Q4_0), SCHEME)

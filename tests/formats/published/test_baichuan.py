@@ -27,11 +27,6 @@ def first(native, tmp_path_factory):
     return as_baichuan(native, tmp_path_factory.mktemp("baichuan") / "first")
 
 
-@pytest.fixture(scope="module")
-def second(native, tmp_path_factory):
-    return as_baichuan(native, tmp_path_factory.mktemp("baichuan") / "second", z_loss_weight=0)
-
-
 def unit_head(tensors):
     """Divide the rows of the head by their length."""
     head = torch.nn.functional.normalize(tensors["lm_head.weight"].float())
@@ -46,10 +41,10 @@ def test_the_first_is_a_llama(native, first, tmp_path, preset):
     assert "auto_map" not in config
 
 
-def test_the_second_has_a_head_of_unit_rows(native, second, tmp_path):
-    written = check_published(
-        second, edit_model(native, tmp_path / "native", unit_head), tmp_path, "w4"
-    )
+def test_the_second_has_a_head_of_unit_rows(native, tmp_path):
+    second = as_baichuan(native, tmp_path / "second", z_loss_weight=0)
+    native = edit_model(native, tmp_path / "native", unit_head)
+    written = check_published(second, native, tmp_path / "out", "w4")
     head = load_file(written / "model.safetensors")["lm_head.weight"].float()
     assert head.norm(dim=1).sub(1).abs().max() < 0.01
 
