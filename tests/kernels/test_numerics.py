@@ -58,9 +58,8 @@ def test_scales_of_rows_and_columns_cut_nothing_and_round_finer_than_rows():
     y = x.double().numpy()
     high = np.sqrt(np.abs(y).max(-1, keepdims=True))
     wide = np.abs(y / high).max(-2, keepdims=True) / 127
-    torch.testing.assert_close(
-        (rows * columns).double(), torch.from_numpy(high * wide), rtol=1e-6, atol=0
-    )
+    exact = torch.from_numpy(high * wide)
+    torch.testing.assert_close((rows * columns).double(), exact, rtol=1e-6, atol=0)
     assert (x / (rows * columns)).abs().max() < 127.001
     fine = dequantize(quantize(x, rows * columns), rows * columns)
     assert ((fine - x).abs() <= rows * columns / 1.999).all()

@@ -77,9 +77,8 @@ def test_feedback_lessens_what_queries_see_of_the_error():
 
     plain = feedback_of(torch.eye(dim).repeat(heads, 1, 1), dim)
     assert not plain.any()
-    assert torch.equal(
-        compensated(x, scale, plain), (x / scale).round().clamp(-8, 7).to(torch.int8)
-    )
+    nearest = (x / scale).round().clamp(-8, 7).to(torch.int8)
+    assert torch.equal(compensated(x, scale, plain), nearest)
     assert error(feedback_of(q.mT @ q, dim)) < 0.4 * error(plain)
     assert not feedback_of(torch.zeros(heads, dim, dim), dim).any()  # no query was seen
 

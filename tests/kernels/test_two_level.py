@@ -92,9 +92,8 @@ def test_what_is_no_scale_has_none(bad: float) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_subnormal_scales_are_exact(dtype: torch.dtype) -> None:
     about = torch.finfo(dtype)
-    unit = torch.tensor(
-        3 * about.tiny * about.eps, dtype=torch.float64
-    )  # of the smallest subnormal
+    smallest = about.tiny * about.eps
+    unit = torch.tensor(3 * smallest, dtype=torch.float64)
     multiple = torch.tensor([[1, 16, 5], [7, 2, 2]])
     scale = (unit * multiple).to(dtype)
     found = two_level(scale)

@@ -103,17 +103,15 @@ def test_ranks_may_differ_from_layer_to_layer(adapter, base):
     change(adapter, widen, rank_pattern={r"layers\.0\.self_attn\.q_proj": 9}, use_rslora=True)
     lora = read_lora(adapter, base)
     assert lora.rank == 9
-    assert delta(lora, "model.layers.0.self_attn.q_proj")[0, 0].item() == pytest.approx(
-        9 * 8 / math.sqrt(9)
-    )
+    found = delta(lora, "model.layers.0.self_attn.q_proj")[0, 0].item()
+    assert found == pytest.approx(9 * 8 / math.sqrt(9))
 
 
 def test_what_merges_is_w_plus_s_b_a(adapter, base):
     lora, module = read_lora(adapter, base), "model.layers.1.mlp.up_proj"
     weight = base.tensor(f"{module}.weight")
-    assert torch.allclose(
-        lora.merged(module, weight), weight.float() + 2 * written(adapter, module), atol=1e-5
-    )
+    wanted = weight.float() + 2 * written(adapter, module)
+    assert torch.allclose(lora.merged(module, weight), wanted, atol=1e-5)
     assert torch.equal(lora.merged("lm_head", weight), weight.float())
 
 

@@ -367,9 +367,8 @@ def test_tokenizers_of_other_kinds_are_refused(make_model, tmp_path, change, mes
 
 def test_what_was_written_is_read_back_and_compared(make_model, tmp_path, monkeypatch):
     write = gguf.GGUFWriter.write_tensor_data
-    monkeypatch.setattr(
-        gguf.GGUFWriter, "write_tensor_data", lambda own, x: write(own, np.zeros_like(x))
-    )
+    zeros = lambda own, x: write(own, np.zeros_like(x))  # noqa: E731
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", zeros)
     with pytest.raises(CheckpointError, match="read back with other bits"):
         convert(make_model("llama"), tmp_path / "new" / "m.gguf", "gguf")
     assert not list(tmp_path.rglob("*gguf*"))

@@ -27,14 +27,10 @@ class Cache:
         """Attention of positions [begin, end) of sequences: `spans` is (sequence, begin, end)."""
         q = torch.cat([self.q[s][b:e] for s, b, e in spans])
         counts = [e - b for _, b, e in spans]
+        tables, ends = self.tables[[s for s, _, _ in spans]], torch.tensor([e for _, _, e in spans])
+        starts = torch.tensor([0, *itertools.accumulate(counts)])
         inputs = AttentionInputs(
-            self.pool,
-            self.tables[[s for s, _, _ in spans]],
-            torch.tensor([e for _, _, e in spans]),
-            torch.tensor([0, *itertools.accumulate(counts)]),
-            q.shape[-1] ** -0.5,
-            window,
-            **more,
+            self.pool, tables, ends, starts, q.shape[-1] ** -0.5, window, **more
         )
         return list(attention(q, inputs).split(counts))
 
@@ -144,9 +140,7 @@ def make_cache(
     dtype = STORAGE[kind.split()[0]]
     stale = torch.randint(-127, 128, shape, generator=generator).to(dtype)  # of earlier requests
     scales = make_scales(kind, generator, len(order), kv_heads, dim)
-    stale_v = stale.flip(0)[..., : v_dim or dim].contiguous()
-    if v_dim is not None and v_dim > dim:
-        stale_v = torch.cat((stale.flip(0), stale), dim=-1)[..., :v_dim].contiguous()
+    stale_v = torch.cat((stale.flip(0), stale), dim=-1)[..., : v_dim or dim].contiguous()
     pool = KVPool(stale.clone(), stale_v.clone(), *scales, kind.endswith("per_token"))
     tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int64)
     queries, taken = [], 0

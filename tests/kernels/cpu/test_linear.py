@@ -112,9 +112,8 @@ def test_fp8_weights_and_inputs_stand_for_their_values(group):
     weight = pack_quantized_weight(q, scale, "fp8_e4m3", group=group)
     seen = fake_quantize_fp8(x, None, group or -1)
     x_scale = choose_scale(block_absmax(x, block), FP8)
-    assert torch.equal(
-        seen, dequantize(quantize(x, x_scale, FP8, block=block), x_scale, block=block)
-    )
+    rounded = dequantize(quantize(x, x_scale, FP8, block=block), x_scale, block=block)
+    assert torch.equal(seen, rounded)
     static = fake_quantize_fp8(x, torch.tensor(0.01))
     assert torch.equal(static, dequantize(quantize(x, torch.tensor(0.01), FP8), torch.tensor(0.01)))
     want = in_fp64(seen, dequantize(q, scale, block=block))

@@ -150,12 +150,8 @@ def test_attention_of_heads_of_any_size_whose_logits_are_changed(storage, dims, 
 def with_sink_tokens(inputs: AttentionInputs, count: int) -> AttentionInputs:
     """The same with floats of the first tokens, of larger keys and values than the others."""
     pool, generator = inputs.pool, torch.Generator().manual_seed(5)
-    shape = (
-        PAGES,
-        pool.k.shape[1],
-        count,
-        pool.v.shape[2] * (2 if pool.v.dtype == torch.uint8 else 1),
-    )
+    size = pool.v.shape[2] * (2 if pool.v.dtype == torch.uint8 else 1)
+    shape = (PAGES, pool.k.shape[1], count, size)
     k, v = (torch.randn(shape, generator=generator).bfloat16() * 4 for _ in "kv")
     return replace(inputs, pool=replace(pool, sink_k=k, sink_v=v))
 
@@ -408,12 +404,9 @@ def test_heads_are_turned_by_halves(dim):
         assert x.is_contiguous()
         assert torch.allclose(x, y, atol=1e-5)
     some = torch.randn(5, 5).repeat(1, 2)
-    for own, whole, x in zip(
-        rotate(q, k, some.cos(), some.sin()),
-        apply_rope(q[..., :10], k[..., :10], some.cos(), some.sin()),
-        (q, k),
-        strict=True,
-    ):
+    found = rotate(q, k, some.cos(), some.sin())
+    wanted = apply_rope(q[..., :10], k[..., :10], some.cos(), some.sin())
+    for own, whole, x in zip(found, wanted, (q, k), strict=True):
         assert torch.allclose(own[..., :10], whole, atol=1e-5)
         assert torch.equal(own[..., 10:], x[..., 10:])
     refused("cos is", rotate, q, k, angle[:4].cos(), angle[:4].sin())

@@ -103,7 +103,6 @@ def test_weights_of_16_bits(capability):
 @compiled
 def test_tiles_of_the_rule_fit_where_shared_memory_is_small(capability, processors, rows):
     """As on Ada, Ampere but A100, and small Blackwells: many and few outputs, by the rule."""
-
     q, ones = torch.zeros(512, 4096, dtype=torch.int8), torch.ones(512, 1)
     w16 = DenseWeight(q.bfloat16(), None)
     w8, f8 = pack_w8a16(q, ones), pack_w8a8(q.to(FP8), ones)
@@ -212,7 +211,6 @@ def test_decode_attention(capability, dims, storage, result):
 @compiled
 def test_attention_with_bounded_logits_and_sinks(capability, dims, storage, dim):
     """Of the largest heads, and of such as fill no tile."""
-
     q, workspace = torch.zeros(256, 16, dim).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
     inputs = make_inputs(make_pool(storage, dims, dim), torch.tensor([0, 128, 256]))
     inputs = replace(inputs, sliding_window=100, softcap=50.0, sinks=torch.zeros(16))

@@ -87,7 +87,6 @@ def test_what_does_not_fit_is_refused():
 @pytest.mark.parametrize("inputs", [128, 384, 512])
 def test_the_library_is_called_as_it_wants(rows, inputs):
     """Fake tensors, whose implementation in torch checks shapes and strides of scales."""
-
     x, x_scale, q, scale, _ = random(rows, 256, inputs)
     weight = pack_fp8_block(q, scale)
     weight = replace(weight, packed=weight.packed.to("meta"), scale=weight.scale.to("meta"))

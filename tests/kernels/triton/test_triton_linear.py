@@ -75,13 +75,11 @@ def test_products_of_integers(bits, cut, per_row, with_bias):
 def test_fp8():
     x, q, scale, bias = random(9, 8, True)
     x, q = (t.float().div(40).to(torch.float8_e4m3fn) for t in (x, q))
-    own = torch.rand(9, 1)
+    own, workspace = torch.rand(9, 1), Workspace.on("cpu", 1 << 18, 64)
     for inputs in (512, 384):
         xs, qs = x[:, :inputs].contiguous(), q[:, :inputs].contiguous()
         weight = pack_w8a8(qs, scale, bias)
-        got = weight.run(
-            xs, own, Workspace.on("cpu", 1 << 18, 64), torch.float32, tile=Tile(64, 16, 3)
-        )
+        got = weight.run(xs, own, workspace, torch.float32, tile=Tile(64, 16, 3))
         assert distance(got, twins.scaled_linear(xs, own, qs, scale, bias)) < 1e-6
 
 
@@ -195,7 +193,6 @@ def test_what_does_not_fit_is_refused():
 @interpreted
 def test_stages_are_left_out_only_where_memory_is_small():
     """On Hopper no tile of the rule or of its table changes with the groups of a weight."""
-
     table = json.loads((tuning.FOLDER / "NVIDIA_H100_80GB_HBM3.json").read_text())
     families = {"w4a16": (64, 256), "w8a16": (128, 256), "w4a8": (64, 128)}
     families["w4a8_two_level"] = families["w4a8"]

@@ -112,9 +112,8 @@ def test_floats_of_32_bits_are_multiplied_by_torch():
     q, scale, zeros, bias = weights(4, 128, True, torch.float32, True)
     x = torch.randn(3, q.shape[2])
     for bits in (4, 8):
-        own = pack(
-            q[0], scale[0], zeros[0], bias[0], InputFormat(x.dtype), x.dtype, bits=bits, group=128
-        )
+        parts = q[0], scale[0], zeros[0], bias[0], InputFormat(x.dtype), x.dtype
+        own = pack(*parts, bits=bits, group=128)
         assert isinstance(own, DenseWeight)
         y = own.run(x, None, Workspace.on("cpu"), x.dtype)
         assert torch.equal(y, torch.nn.functional.linear(x, own.weight, bias[0]))

@@ -92,9 +92,8 @@ def test_w4a8_of_two_levels_equals_its_twin_bit_for_bit(group, dtype):
         x = torch.randint(-127, 128, (19, inputs), dtype=torch.int8)
         weight, workspace = pack_w4a8(q, scale.to(dtype), bias), Workspace.on("cpu", 1 << 18, 64)
         whole = group == inputs
-        assert weight.nbytes == q.numel() // 2 + 8 * OUTPUTS + (
-            0 if whole else inputs // min(group, 128) * OUTPUTS
-        )
+        multiples = 0 if whole else inputs // min(group, 128) * OUTPUTS
+        assert weight.nbytes == q.numel() // 2 + 8 * OUTPUTS + multiples
         assert weight.size == (OUTPUTS, inputs)
         product = (q * m.repeat_interleave(group, 1)).to(torch.int8)
         wanted = reference.int8_linear(x, own, product, unit, bias)
