@@ -16,16 +16,12 @@ from kernels.numerics import (
     quantize,
 )
 from kernels.ops import fake_quantize_fp8, linear, quantize_per_token, quantize_static
+from tests.kernels.cpu.test_native_int import integers
 from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 SHAPES = [(1, 64, 64), (3, 288, 96), (5, 576, 33), (17, 1024, 128), (4, 1025, 7), (9, 4544, 61)]
-
-
-def integers(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
 
 
 def in_fp64(x, weight, bias=None) -> torch.Tensor:
@@ -41,7 +37,7 @@ def pack_int8(q: torch.Tensor, scale: torch.Tensor, bias=None):
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_int8_linear_is_exact(rows, inputs, outputs, per_token, with_bias):
     torch.manual_seed(rows)
-    x, q = integers(rows, inputs, seed=1), integers(outputs, inputs, seed=2)
+    x, q = integers(-127, 127, rows, inputs, seed=1), integers(-127, 127, outputs, inputs, seed=2)
     x_scale = torch.rand(rows, 1) + 0.01 if per_token else torch.tensor(0.03)
     w_scale = torch.rand(outputs) + 0.01
     bias = torch.randn(outputs) if with_bias else None
@@ -143,7 +139,7 @@ def test_quantize_per_token_refuses_nan():
 
 
 def test_packing_refuses_what_the_kernel_does_not_hold():
-    q = integers(4, 8)
+    q = integers(-127, 127, 4, 8)
     refused("int8", pack_int8, q.float(), torch.ones(4))
     refused(r"\(5, 1\); needed is \(4, 1\)", pack_int8, q, torch.ones(5))
     with pytest.raises(ValueError, match="zero points"):

@@ -18,6 +18,7 @@ from kernels.triton.calibration.magnitudes import Magnitudes
 from ptq.methods.common.fitting import descent_columns
 from ptq.methods.common.rounding import _output_errors, _rounding_error, choose_qparams
 from ptq.methods.gptq import gptq_columns
+from tests.kernels.cpu.test_native_feedback import upper
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 
@@ -112,17 +113,12 @@ def problem(rows: int, columns: int, kind: str, *, zeros: bool):
     return weight, to, mix @ mix.mT / rows, other @ other.T / columns
 
 
-def uppers(matrix: torch.Tensor) -> torch.Tensor:
-    """U of the inverse."""
-    return torch.linalg.cholesky(torch.linalg.inv(matrix.double()), upper=True).float()
-
-
 @pytest.mark.parametrize(("kind", "zeros"), [("int4", True), ("fp8_e4m3", False)])
 @interpreted
 def test_tiles_of_an_anti_diagonal_find_what_plain_code_finds(kind, zeros):
     gpu.SIZE = feedback.SIZE = 16  # tiles of which the interpreter takes fewer steps
     weight, to, rows, columns = problem(17, 19, kind, zeros=zeros)
-    over, across = uppers(rows), uppers(columns)
+    over, across = upper(rows.double()), upper(columns.double())
     wanted = feedback.round_all(weight.clone(), to, over, across)
     found = gpu.round_all(weight.clone(), to, over, across)
     assert (found == wanted).float().mean() > 0.99  # sums of another order
