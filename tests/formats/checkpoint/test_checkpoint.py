@@ -235,12 +235,8 @@ def test_a_scale_table_reads_as_pandas(make_quantized, tiny_llama):
     table = Checkpoint.open(make_quantized(tiny_llama)).scale_table
     frame = table.to_pandas()
     assert len(frame) == 14 + 14 + 4
-    assert frame.groupby("role").size().to_dict() == {
-        "input": 14,
-        "k_cache": 2,
-        "v_cache": 2,
-        "weight": 14,
-    }
+    roles = {"input": 14, "k_cache": 2, "v_cache": 2, "weight": 14}
+    assert frame.groupby("role").size().to_dict() == roles
     assert ScaleTable.from_json(table.to_json()) == table
     entry = table.get("model.layers.1.self_attn", "v_cache")
     assert entry.shape == (2,)

@@ -159,9 +159,8 @@ def test_layers_that_belong_together():
     leaves = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     names = [f"b.self_attn.{leaf}" for leaf in leaves]
     q_a, q_b, kv_a, kv_b, _ = names
-    assert merged_layers(family, "b", names) == dict.fromkeys(
-        (q_a, kv_a), "b.self_attn.fused_qkv_a_proj"
-    )
+    joint = "b.self_attn.fused_qkv_a_proj"
+    assert merged_layers(family, "b", names) == {q_a: joint, kv_a: joint}
     inputs = common_inputs(family, "b", names)
     assert inputs[q_a] == inputs[kv_a]
     assert not {q_b, kv_b} & inputs.keys()

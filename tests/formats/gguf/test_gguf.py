@@ -7,6 +7,7 @@ lies otherwise there than here is tested against its definition.
 
 import json
 import os
+import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -402,9 +403,7 @@ def test_what_is_not_read_is_refused_by_name(llama_file, tmp_path, message):
     data, path = bytearray(llama_file.read_bytes()), tmp_path / "bad.gguf"
     CHANGES[message](data)
     path.write_bytes(data)
-    with pytest.raises(CheckpointError) as refusal:
-        unpack(path, tmp_path / "folder")
-    assert message in str(refusal.value)
+    refused(re.escape(message), unpack, path, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
 
 
@@ -419,9 +418,7 @@ def test_what_is_not_written_is_refused_by_name(make_model, tmp_path, llama_file
         "found model_type 'granite'": ("granite", TINY["granite"]),
     }
     for message, (kind, overrides) in cases.items():
-        with pytest.raises(CheckpointError) as refusal:
-            convert(make_model(kind, **overrides), tmp_path / "m.gguf", "gguf")
-        assert message in str(refusal.value)
+        refused(message, convert, make_model(kind, **overrides), tmp_path / "m.gguf", "gguf")
         assert not list(tmp_path.iterdir())
     refused(r"ends in \.gguf", convert, make_model("llama"), tmp_path / "folder", "gguf")
     (tmp_path / "m.gguf").write_bytes(b"mine")

@@ -29,23 +29,18 @@ def test_fused_rows(static, dtype, add):
     x[2], gate_up[2] = 0, 0
     other = other.contiguous() if add else None
     scale = torch.tensor([0.01]) if static else None  # small enough to clamp
-    pairs = [
-        (
-            f.add_rms_norm(x, other, weight, 1e-5, scale, dtype),
-            f.gated_product(gate_up, scale, dtype),
-        )
-        for f in (fused, twins)
-    ]
-    for got, wanted in zip(*pairs, strict=True):
+    sums = [f.add_rms_norm(x, other, weight, 1e-5, scale, dtype) for f in (fused, twins)]
+    products = [f.gated_product(gate_up, scale, dtype) for f in (fused, twins)]
+    for got, wanted in (sums, products):
         assert got[0].dtype == dtype
         torch.testing.assert_close(got[0].float(), wanted[0].float(), rtol=1e-5, atol=1e-6)
         if wanted[1] is None:
             assert got[1] is None
         else:
             torch.testing.assert_close(got[1], wanted[1], rtol=1e-6, atol=0)
-    assert torch.equal(pairs[0][0][2], pairs[1][0][2])
+    assert torch.equal(sums[0][2], sums[1][2])
     if static:
-        assert pairs[0][0][0].abs().max() == 127
+        assert sums[0][0].abs().max() == 127
 
 
 @pytest.mark.parametrize(

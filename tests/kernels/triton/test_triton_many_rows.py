@@ -65,9 +65,8 @@ def test_weights_go_through_registers_and_products_do_not_wait(family):
         assert binary.shared <= SHARED
         assert binary.count(rf"wgmma\.mma_async\S*{kind} +\{{[^}}]*\}}, *\{{"), "left in registers"
         assert not binary.count(r"mma\.sync")
-        assert binary.count(r"cp\.async\.bulk\.tensor\S*global\.mbarrier") == (
-            3 if family == "w4a8" else 4
-        ), "loaded by one warp"
+        loads = 3 if family == "w4a8" else 4
+        assert binary.count(r"cp\.async\.bulk\.tensor\S*global\.mbarrier") == loads, "by one warp"
         assert binary.count(r"cp\.async\.bulk\.tensor\S*shared::cta") >= 2, "stored by TMA"
         assert "serialized" not in assembler_says(binary.ptx)
 

@@ -12,6 +12,7 @@ from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import InputFormat
 from tests.kernels.triton_lab import interpreted
+from tests.refusals import refused
 
 EXPERTS, OUTPUTS, INPUTS = 3, 256, 512
 FP8 = torch.float8_e4m3fn
@@ -98,13 +99,10 @@ def test_one_without_two_levels_among_those_with_them():
 def test_what_does_not_fit_is_refused():
     q, scale, _, bias = weights(4, 128, False, torch.float16, False)
     for wrong in (scale[:2], scale[0], scale[:, :64]):
-        with pytest.raises(ValueError, match=r"needed are floats \[3, 256\] of groups"):
-            pack_w4a16(q, wrong)
-    with pytest.raises(ValueError, match=r"bias is \(256,\); needed is \(3, 256\)"):
-        pack_w4a16(q, scale, bias[0])
+        refused(r"needed are floats \[3, 256\] of groups", pack_w4a16, q, wrong)
+    refused(r"bias is \(256,\); needed is \(3, 256\)", pack_w4a16, q, scale, bias[0])
     q[2, 5, 7] = -128
-    with pytest.raises(ValueError, match="outside of"):
-        pack_w4a16(q, scale)
+    refused("outside of", pack_w4a16, q, scale)
 
 
 @interpreted
