@@ -281,9 +281,8 @@ def test_damaged_awq_and_fp8_tensors_are_refused():
     tensors = pack_awq(random_weight(16, 64, 4, 32, symmetric=False), 32)
     refused(r"qzeros .* needed is torch.int32 \(1, 2\)", unpack_awq, tensors, 64)
     refused("qweight is missing", unpack_awq, {}, 32)
-    block = pack_fp8_block(
-        StoredWeight(torch.ones(128, 128).to(torch.float8_e4m3fn), torch.ones(1, 1))
-    )
+    ones = torch.ones(128, 128).to(torch.float8_e4m3fn)
+    block = pack_fp8_block(StoredWeight(ones, torch.ones(1, 1)))
     with pytest.raises(CheckpointError, match="weight is torch.int8"):
         unpack_fp8_block(block | {"weight": torch.ones(128, 128, dtype=torch.int8)})
     with pytest.raises(CheckpointError, match="weight_scale_inv is torch.float32"):
@@ -385,9 +384,8 @@ def test_paddle_tables_are_largest_magnitudes(tiny_llama, make_quantized):
     k, v = checkpoint.kv_scales["model.layers.1.self_attn"]
     assert len(table) == 4
     assert table[::2] == table[1::2] == (k.double() * 127).tolist()
-    assert cache["llama.layers.0.self_attn.cachev_matmul.activation_quanter"][::2] == (
-        (v.double() * 127).tolist()
-    )
+    table = cache["llama.layers.0.self_attn.cachev_matmul.activation_quanter"]
+    assert table[::2] == (v.double() * 127).tolist()
     assert len(cache) == 2 * 2
 
 

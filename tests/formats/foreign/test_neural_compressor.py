@@ -14,6 +14,7 @@ from formats.foreign.neural_compressor import (
 )
 from formats.scheme import Scheme, WeightSpec
 from formats.stored.weights import weight_tensors
+from tests.refusals import refused_checkpoint as refused
 
 SPEC = WeightSpec(dtype="int4", granularity="group", group_size=32, symmetric=False)
 NAMES = ("a.qweight", "a.qzeros", "a.scales", "a.scale_bf16_to_fp8", "a.bias", "norm.weight")
@@ -81,8 +82,7 @@ def test_whose_names_they_are():
     ],
 )
 def test_what_is_not_read_is_refused(names, config, message):
-    with pytest.raises(CheckpointError, match=message):
-        layout(names, **config)
+    refused(message, layout, names, **config)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,11 @@ def test_what_is_not_read_is_refused(names, config, message):
     ],
 )
 def test_damaged_tensors_are_refused(change, message):
-    found = layout()
-    with pytest.raises(CheckpointError, match=message):
-        found.unpack(tensors() | change)
+    refused(message, layout().unpack, tensors() | change)
 
 
 def test_the_pickle_is_refused_unread(tmp_path):
     for name in ("qconfig.json", "quantized_weight.pt"):
         refuse_pickle(tmp_path)
         (tmp_path / name).write_text("not read")
-    with pytest.raises(CheckpointError, match='is a pickle.*format="huggingface"'):
-        refuse_pickle(tmp_path)
+    refused('is a pickle.*format="huggingface"', refuse_pickle, tmp_path)

@@ -6,8 +6,8 @@ from copy import deepcopy
 import pytest
 import torch
 
-from formats.errors import CheckpointError
 from formats.foreign.paddle import read_paddle
+from tests.refusals import refused_checkpoint as refused
 
 CONFIG = {
     "model_type": "llama",
@@ -101,8 +101,7 @@ def test_what_does_not_fit_is_refused(file, name, value, message, write):
     tables[f"{file}_scales.json"].pop(name, None)
     if value is not None:
         tables[f"{file}_scales.json"][name] = value
-    with pytest.raises(CheckpointError, match=message):
-        read_paddle(write(tables), CONFIG, SHAPES)
+    refused(message, read_paddle, write(tables), CONFIG, SHAPES)
 
 
 def test_merged_inputs_have_one_scale(write):
@@ -110,8 +109,8 @@ def test_merged_inputs_have_one_scale(write):
     tables = deepcopy(TABLES)
     tables["act_scales.json"][f"{UP}.activation_quanter".replace("up", "gate")] = 63.0
     tables["weight_scales.json"][f"{UP}.weight_quanter".replace("up", "gate")] = [1.0]
-    with pytest.raises(CheckpointError, match="gate_proj and model.layers.0.mlp.up_proj differ"):
-        read_paddle(write(tables), CONFIG, shapes)
+    differ = "gate_proj and model.layers.0.mlp.up_proj differ"
+    refused(differ, read_paddle, write(tables), CONFIG, shapes)
     tables["act_scales.json"][f"{UP}.activation_quanter".replace("up", "gate")] = 63.5
     read_paddle(write(tables), CONFIG, shapes)
 
@@ -127,10 +126,9 @@ def test_merged_inputs_have_one_scale(write):
 def test_damaged_files_are_refused(change, message, write):
     folder = write(TABLES)
     change(folder)
-    with pytest.raises(CheckpointError, match=message):
-        read_paddle(folder, CONFIG, SHAPES)
+    refused(message, read_paddle, folder, CONFIG, SHAPES)
 
 
 def test_other_families_are_refused(write):
-    with pytest.raises(CheckpointError, match="found model_type 'gemma'"):
-        read_paddle(write(TABLES), CONFIG | {"model_type": "gemma"}, SHAPES)
+    other = CONFIG | {"model_type": "gemma"}
+    refused("found model_type 'gemma'", read_paddle, write(TABLES), other, SHAPES)

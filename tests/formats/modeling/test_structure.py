@@ -40,7 +40,7 @@ REFUSED = {
 
 
 def config_of(kind, **more):
-    return AutoConfig.for_model(kind, **SIZES, **more).to_dict()
+    return AutoConfig.for_model(kind, **SIZES | more).to_dict()
 
 
 def blocks_of(kind, **more):
@@ -98,9 +98,7 @@ def test_who_reads_what_is_found():
 
 
 def test_experts_have_the_names_of_the_files():
-    (block, _) = structure_of(
-        AutoConfig.for_model("phimoe", **SIZES | UNDECLARED["phimoe"]).to_dict()
-    ).blocks
+    (block, _) = blocks_of("phimoe", **UNDECLARED["phimoe"])
     experts = [name for name in block.linears if ".experts." in name]
     assert len(experts) == 12
     assert f"{block.name}.block_sparse_moe.experts.3.w2" in experts
@@ -163,8 +161,7 @@ def test_code_of_its_own_is_never_run():
 
 
 def test_who_lends_keys_and_values_to_whom_is_found():
-    values = TEXT | LAYOUTS["shared"]
-    blocks = structure_of(AutoConfig.for_model("gemma4_text", **values).to_dict()).blocks
+    blocks = blocks_of("gemma4_text", **TEXT | LAYOUTS["shared"])
     names = [f"model.layers.{i}.self_attn" for i in range(4)]
     assert [block.attention.module for block in blocks] == names
     assert [block.attention.lender for block in blocks] == [None, None, *names[:2]]
@@ -173,8 +170,7 @@ def test_who_lends_keys_and_values_to_whom_is_found():
 
 
 def test_experts_in_parameters_of_all_are_layers():
-    config = AutoConfig.for_model("gemma4_text", **TEXT | LAYOUTS["experts"]).to_dict()
-    structure = structure_of(config)
+    structure = structure_of(config_of("gemma4_text", **TEXT | LAYOUTS["experts"]))
     stack = "model.layers.0.experts"
     assert structure.stacks[f"{stack}.gate_up_proj"][:3] == (
         f"{stack}.0.gate_proj.weight",

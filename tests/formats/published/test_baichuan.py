@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError
 from inference.engine import Engine
 from ptq.pipeline.driver import quantize_tokens
 from tests.families import METHODS, but_one_in_ci, distance
 from tests.ptq.quantizing import edit_model, make_plan, random_tokens
 from tests.published import as_baichuan, check_published
+from tests.refusals import refused_checkpoint as refused
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +82,10 @@ def test_rows_that_do_not_fit_the_heads_are_refused(first, tmp_path):
     name = "model.layers.1.self_attn.W_pack.weight"
     shorten = lambda tensors: tensors.update({name: tensors[name][:-1]})  # noqa: E731
     folder = edit_model(first, tmp_path / "short", shorten)
-    with pytest.raises(CheckpointError, match=f"{name} has shape .383, 128.; config.json says 384"):
-        Checkpoint.open(folder)
+    refused(f"{name} has shape .383, 128.; config.json says 384", Checkpoint.open, folder)
 
 
 def test_quantized_files_of_the_layout_are_refused(first, tmp_path):
     gptq = {"quant_method": "gptq", "bits": 4}
     folder = edit_model(first, tmp_path / "gptq", quantization_config=gptq)
-    with pytest.raises(CheckpointError, match="'baichuan' are read in floating point alone"):
-        Checkpoint.open(folder)
+    refused("'baichuan' are read in floating point alone", Checkpoint.open, folder)
