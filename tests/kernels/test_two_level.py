@@ -44,8 +44,7 @@ def test_the_unit_is_the_largest() -> None:
     unit, multiple = scales_of_two_levels(64, 8)
     multiple[:, 2], multiple[:, 5] = 9, 4  # without a common divisor
     found = two_level(unit[:, None] * multiple)
-    torch.testing.assert_close(found[0], unit, rtol=0, atol=0)
-    torch.testing.assert_close(found[1], multiple.to(torch.int8), rtol=0, atol=0)
+    torch.testing.assert_close(found, (unit, multiple.to(torch.int8)), rtol=0, atol=0)
     twice = two_level(unit[:, None] * torch.full((64, 4), 6))
     assert bool((twice[1] == 1).all())
 

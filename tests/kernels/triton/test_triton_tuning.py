@@ -11,16 +11,7 @@ import kernels.triton.tuning as tuning
 from kernels.bench.command import parse_tune
 from kernels.bench.shapes import TUNED, TUNED_ATTENTION, TUNED_PROMPTS
 from kernels.triton import common
-from kernels.triton.tuning import (
-    KVSplit,
-    PrefillTile,
-    Tile,
-    bucket,
-    gemm_tile,
-    kv_split,
-    prefill_tile,
-    rule,
-)
+from kernels.triton.tuning import KVSplit, PrefillTile, Tile
 
 CPU = torch.device("cpu")
 
@@ -28,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def forget():
     """Tables are read once; tests read their own."""
-    caches = (gemm_tile, kv_split, prefill_tile, tuning._table)
+    caches = (tuning.gemm_tile, tuning.kv_split, tuning.prefill_tile, tuning._table)
     for found in caches:
         found.cache_clear()
     yield
@@ -37,7 +28,7 @@ def forget():
 
 
 def test_buckets_are_powers_of_two_from_16_on():
-    assert [bucket(n) for n in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 4096]
+    assert [tuning.bucket(n) for n in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 4096]
 
 
 @pytest.mark.parametrize(
@@ -49,11 +40,11 @@ def test_buckets_are_powers_of_two_from_16_on():
 )
 def test_the_rule_gives_tiles_that_divide_the_outputs(family, rows, outputs, inputs):
     for processors in (1, 108, 132):
-        tile = rule(family, processors, rows, outputs, inputs)
+        tile = tuning.rule(family, processors, rows, outputs, inputs)
         assert outputs % tile.outputs == 0
         assert not tile.persistent
         assert 1 <= tile.splits <= max(1, inputs // 1024)
-        assert tile.rows >= min(bucket(rows), 64)
+        assert tile.rows >= min(tuning.bucket(rows), 64)
 
 
 @pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a16", "w8a8", "fp8", "fp8_block", "w16a16"])
@@ -104,11 +95,11 @@ def test_what_is_measured_is_what_is_read(capability, tmp_path, monkeypatch):
 
 
 def test_16_bit_weights_are_split_where_tiles_are_few():
-    assert rule("w16a16", 132, 1, 28672, 4096) == Tile(64, 16, 1, 5)
-    assert rule("w16a16", 132, 16, 4096, 14336) == Tile(64, 16, 1, 5, inputs=256)
-    assert rule("w16a16", 132, 1, 1024, 4096) == Tile(64, 16, 4, 5, inputs=256)
-    assert rule("w16a16", 132, 1, 1024, 4224).inputs == 128
-    assert rule("w16a16", 132, 33, 28672, 4096) == Tile(128, 64, 1, 3)
+    assert tuning.rule("w16a16", 132, 1, 28672, 4096) == Tile(64, 16, 1, 5)
+    assert tuning.rule("w16a16", 132, 16, 4096, 14336) == Tile(64, 16, 1, 5, inputs=256)
+    assert tuning.rule("w16a16", 132, 1, 1024, 4096) == Tile(64, 16, 4, 5, inputs=256)
+    assert tuning.rule("w16a16", 132, 1, 1024, 4224).inputs == 128
+    assert tuning.rule("w16a16", 132, 33, 28672, 4096) == Tile(128, 64, 1, 3)
 
 
 def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
@@ -119,15 +110,15 @@ def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
         "prefill": {"128x256": {"rows": 64, "tokens": 32, "warps": 4, "stages": 9}},
     }
     (tmp_path / "cpu.json").write_text(json.dumps(table))
-    assert gemm_tile("w8a8", CPU, 3, 128, 256) == Tile(64, 16, 2, 3)
-    assert gemm_tile("w8a8", CPU, 17, 128, 256) == rule("w8a8", 1, 17, 128, 256)
-    assert kv_split(CPU, 2, 8, 64) == KVSplit(2, 7)
-    assert kv_split(CPU, 2, 8, 65).splits != 7
-    assert kv_split(CPU, 2, 8, 64, 3).splits != 7
-    assert kv_split(CPU, 2, 8, 64, 1, 256) == KVSplit(4, 1, 3), "no table is of such heads"
-    assert prefill_tile(CPU, 130, 128, 1) == PrefillTile(64, 32, 4, 9)
-    assert prefill_tile(CPU, 130, 128, 0).stages != 9
-    few = [prefill_tile(CPU, rows, 128, 0, 64).splits for rows in (1, 16, 32, 64, 100)]
+    assert tuning.gemm_tile("w8a8", CPU, 3, 128, 256) == Tile(64, 16, 2, 3)
+    assert tuning.gemm_tile("w8a8", CPU, 17, 128, 256) == tuning.rule("w8a8", 1, 17, 128, 256)
+    assert tuning.kv_split(CPU, 2, 8, 64) == KVSplit(2, 7)
+    assert tuning.kv_split(CPU, 2, 8, 65).splits != 7
+    assert tuning.kv_split(CPU, 2, 8, 64, 3).splits != 7
+    assert tuning.kv_split(CPU, 2, 8, 64, 1, 256) == KVSplit(4, 1, 3), "no table is of such heads"
+    assert tuning.prefill_tile(CPU, 130, 128, 1) == PrefillTile(64, 32, 4, 9)
+    assert tuning.prefill_tile(CPU, 130, 128, 0).stages != 9
+    few = [tuning.prefill_tile(CPU, rows, 128, 0, 64).splits for rows in (1, 16, 32, 64, 100)]
     assert few == [4, 4, 4, 2, 1], "runs of 16 pages or more, two programs an SM"
 
 
@@ -135,10 +126,11 @@ def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
 def test_steps_of_any_size_run_few_kernels(monkeypatch, dim):
     """Each number of splits is compiled: a stall of half a second."""
     monkeypatch.setattr(tuning, "multiprocessors", lambda _: 132)
-    cuts = {n: kv_split.__wrapped__(CPU, n, 4, 72, 0, dim) for n in range(1, 65)}
+    cuts = {n: tuning.kv_split.__wrapped__(CPU, n, 4, 72, 0, dim) for n in range(1, 65)}
     assert all(cuts[n] == cuts[tuning.halfway(n)] for n in cuts)
     assert len({cut.splits for cut in cuts.values()}) <= 8
-    prompts = {prefill_tile.__wrapped__(CPU, 4 * n, dim, 0, 256).splits for n in range(1, 4096)}
+    tiles = (tuning.prefill_tile.__wrapped__(CPU, 4 * n, dim, 0, 256) for n in range(1, 4096))
+    prompts = {tile.splits for tile in tiles}
     assert prompts <= {1, *tuning.SPLITS}
 
 
@@ -149,9 +141,9 @@ def test_a_device_without_an_entry_takes_that_of_its_chip(tmp_path, monkeypatch)
     tables["twin"] = {"1x1": {"16": {"outputs": 128, "rows": 16}}, "2x2": tables["cpu"]["1x1"]}
     for name, own in tables.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"w8a8": own}))
-    assert gemm_tile("w8a8", CPU, 1, 1, 1) == Tile(64, 16)
-    assert gemm_tile("w8a8", CPU, 1, 2, 2) == Tile(64, 16)
-    assert gemm_tile("w8a8", CPU, 1, 128, 3) == rule("w8a8", 1, 1, 128, 3)
+    assert tuning.gemm_tile("w8a8", CPU, 1, 1, 1) == Tile(64, 16)
+    assert tuning.gemm_tile("w8a8", CPU, 1, 2, 2) == Tile(64, 16)
+    assert tuning.gemm_tile("w8a8", CPU, 1, 128, 3) == tuning.rule("w8a8", 1, 1, 128, 3)
 
 
 def test_devices_that_are_alike_have_a_table():
