@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kernels.bench import ranks
+from kernels.bench import all_reduce
 
 ALIVE = SimpleNamespace(exitcode=None)
 
@@ -15,7 +15,7 @@ def collected(*news):
     answers = queue.Queue()
     for one in news:
         answers.put(one)
-    return ranks._collect([ALIVE, ALIVE], answers)
+    return all_reduce._collect([ALIVE, ALIVE], answers)
 
 
 def test_answers_come_by_rank():
@@ -29,7 +29,7 @@ def test_who_fails_is_named_with_what_it_did():
 
 
 def test_who_stands_still_ends_all(monkeypatch):
-    monkeypatch.setattr(ranks, "STILL", 0.3)
+    monkeypatch.setattr(all_reduce, "STILL", 0.3)
     start = time.monotonic()
     message = (
         "ranks stand still, for 0.3 seconds or more: rank 0 has ended; rank 1 is summing 16 rows"
