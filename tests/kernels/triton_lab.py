@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from formats.command import end_with
 from tests.kernels.fast_interpreter import hasten
 
 pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
@@ -33,7 +34,8 @@ SHARED = 232448  # bytes that a program has on sm_90
 def _process(interpret: bool) -> ProcessPoolExecutor:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = str(int(interpret))
-    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    spawn = multiprocessing.get_context("spawn")  # workers of xdist end without ending their pools
+    pool = ProcessPoolExecutor(1, spawn, initializer=end_with, initargs=(os.getpid(),))
     pool.submit(int).result()  # the process starts now, with the variable as it stands
     os.environ.pop("TRITON_INTERPRET")
     if before is not None:
