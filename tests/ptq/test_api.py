@@ -10,6 +10,7 @@ import ptq
 from formats.errors import RecipeError
 from ptq.recipe.reading import load_recipe
 from tests.e2e.test_packaging import write_stand_in
+from tests.families import but_in_ci
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = (
@@ -55,7 +56,7 @@ print(Engine.__module__, quantize.__module__, SamplingParams().max_tokens, Check
     assert set(ptq._HOMES) == set(ptq.__all__)
 
 
-@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("foreign", but_in_ci([False, True], True))
 def test_any_room_may_be_imported_first(foreign, tmp_path):
     """Each in a child forked before any but torch's; beside a foreign `kernels`, and without."""
     if foreign:
