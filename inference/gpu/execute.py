@@ -24,7 +24,7 @@ from inference.gpu.decoder import (
 )
 from inference.gpu.edit_tables import EditTables
 from inference.gpu.fields import Fields, HostBlock
-from inference.gpu.graphs import StepGraphs
+from inference.gpu.graphs import StepGraph, StepGraphs
 from inference.gpu.layers import workspace_on
 from inference.gpu.ranks import StepRanks
 from inference.gpu.sizes import Size, WholeSize, decodes_of
@@ -148,6 +148,14 @@ class StepExecutor:
             done.record()
             return Executed(logits, found[0], done, _pair(found))
 
+    def graph_for(self, size: Size) -> StepGraph | None:
+        """`StepGraphs.of`; those that hold tables of adapters where these were are given up."""
+        adapters = self._adapters
+        if size.adapted and adapters is not None and adapters.version != self._tables:
+            self._tables = adapters.version
+            self.graphs.forget(adapted=True)
+        return self.graphs.of(size, self)
+
     def replay(self, sequences: int, times: int) -> None:
         """Launch the graph of a decode step of so many sequences again and again; where steps are
         not captured, its kernels one by one."""
@@ -171,9 +179,7 @@ class StepExecutor:
         """A padded step: logits, if they are kept, and a next token for each of its rows."""
         size = plan.size
         assert isinstance(size, Size)
-        if size.adapted:
-            self._forget_moved_tables()
-        graph = self.graphs.of(size, self)
+        graph = self.graph_for(size)
         if graph is not None:
             graph.fields.upload(plan.block)
             graph.captured.graph.replay()
@@ -189,12 +195,6 @@ class StepExecutor:
         logits = read_logits(self._decoder, first[rows], scales_of_rows(second, rows))
         chosen, rest = logits.tensor_split([size.sequences])
         return rest, self._choose(chosen, x)
-
-    def _forget_moved_tables(self) -> None:
-        """Give up the graphs that hold tables of adapters where these were."""
-        if self._adapters is not None and self._adapters.version != self._tables:
-            self._tables = self._adapters.version
-            self.graphs.forget(adapted=True)
 
     def _uploaded(self, size: Size | WholeSize, block: Tensor) -> Fields:
         fields = Fields(step_shapes(size, self._width), self._device)

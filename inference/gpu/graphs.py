@@ -178,10 +178,9 @@ class StepGraphs:
             self.captured[size] = self._capture(size, steps)
         return self.captured[size]
 
-    def warm_up(self, size: Size, steps: Steps) -> None:
-        """Capture a step that is not needed yet, if there is memory."""
+    def expect(self, size: Size) -> None:
+        """Capture a step when it is asked for next, whether it has been needed before or not."""
         self._seen.add(size)
-        self.of(size, steps)
 
     def forget(self, *, adapted: bool = False) -> None:
         """Give up all graphs, or those of steps with adapters alone."""

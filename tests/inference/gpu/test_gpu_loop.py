@@ -6,6 +6,7 @@ written, read, kept or told in a wrong place or order changes what comes after i
 
 import pickle
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from inference.config import EngineConfig
 from inference.gpu import backend, execute, runner, sizes
 from inference.gpu.backend import TritonBackend
 from inference.gpu.loop import DeviceLoop
+from inference.gpu.sizes import Size
 from inference.requests.constraint import Constraint
 from inference.requests.request import SamplingParams
 from inference.scheduling.active import ActiveRequest, ActiveRequests
@@ -314,6 +316,24 @@ def test_warming_up_tells_what_steps_take():
     loop._scheduler.drafter = SpeculativeDecoder(Replay([], 1.0, V), 8, depth=4)
     loop.runner.graphs.times = lambda: pytest.fail("a depth that is given needs no times")
     loop.warm_up()
+
+
+def test_graphs_hold_tables_of_adapters_until_these_move(monkeypatch):
+    sizes = EngineConfig(max_batch_size=2, max_model_len=99, kv_blocks=9)
+    runner = make_loop(sizes, random.Random(0))[1].runner
+    captured, tables = list[Size](), SimpleNamespace(version=1)
+    graph = SimpleNamespace(captured=None)
+    monkeypatch.setattr(runner.graphs, "_capture", lambda size, _: captured.append(size) or graph)
+    runner.graphs.enabled, runner.executor._adapters = True, tables
+    runner.warm_up(2, 0)
+    decodes = [Size(2), Size(1)]
+    adapted = [replace(size, adapted=True) for size in decodes]
+    for _ in range(2):
+        assert all(runner.executor.graph_for(size) for size in (*decodes, *adapted))
+        assert [size for size in captured if not size.prompts] == [*decodes, *adapted]
+    tables.version = 2
+    assert all(runner.executor.graph_for(size) for size in (*decodes, *adapted))
+    assert captured[-2:] == adapted
 
 
 @pytest.mark.parametrize("seed", seeds(6))
