@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -160,16 +161,14 @@ class StepExecutor:
         """Launch the graph of a decode step of so many sequences again and again; where steps are
         not captured, its kernels one by one."""
         size = decodes_of(sequences)
-        if self.graphs.enabled:
-            graph = self.graphs.made(size, self).captured.graph
-            for _ in range(times):
-                graph.replay()
-            return
         with launches_on(self._device):
-            self._workspace = workspace_on(self._device)
-            x = self.blank(size).on_device
+            if self.graphs.enabled:
+                replay = self.graphs.made(size, self).captured.graph.replay
+            else:
+                self._workspace = workspace_on(self._device)
+                replay = partial(self.run, self.blank(size).on_device, size)
             for _ in range(times):
-                self.run(x, size)
+                replay()
 
     def _moved(self, indices: Tensor) -> Tensor:
         """Indices on the device, without waiting."""
