@@ -85,6 +85,7 @@ def test_recipe_runs_to_its_report(name: str, small_runs) -> None:
     (folder / "new").unlink()
 
 
+@pytest.mark.ci  # runs recipes that nothing else does
 @pytest.mark.timeout(600)
 def test_no_int4_method_is_worse_than_rounding(small_runs) -> None:
     rounding, *others = (

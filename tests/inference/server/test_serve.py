@@ -108,6 +108,7 @@ def wait_for(ask, status: int) -> httpx.Response:
     return answer
 
 
+@pytest.mark.ci  # starts a server
 def test_a_second_ctrl_c_ends_it_at_once(long_model):
     with RealServer(long_model, "--max-model-len", "8192") as server:
         engine = server.engine

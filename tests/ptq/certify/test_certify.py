@@ -83,6 +83,7 @@ def test_a_model_against_itself_in_other_batches_is_green(seed):
     assert {f.name.partition(".")[0] for f in figures} >= {"kl", "answers", "objects", "needle"}
 
 
+@pytest.mark.ci  # lm-eval reads thousands of files
 def test_standard_tasks_are_figures_where_the_level_asks():
     pytest.importorskip("lm_eval")
     asked = measuring.open_setting((MODEL, MODEL), "quick", 0, None, "cpu")
