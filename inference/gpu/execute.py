@@ -90,7 +90,7 @@ class StepExecutor:
         invariant: bool,
         ranks: StepRanks | None,
     ) -> None:
-        self.model, self._pools, self._batch, self._width = model, pools, batch, width
+        self._model, self._pools, self._batch, self._width = model, pools, batch, width
         self._device, self._on_gpu = device, device.type == "cuda"
         self._invariant, self._ranks = invariant, ranks
         self.edits = EditTables(batch, device, pinned=self._on_gpu)
@@ -118,7 +118,7 @@ class StepExecutor:
             EngineError: none are run with this model.
         """
         if self._adapters is None:
-            own = check_adaptable(self.model)
+            own = check_adaptable(self._model)
             self._adapters = GpuAdapters(own, self._device, self._ranks)
         return self._adapters
 
@@ -216,14 +216,14 @@ class StepExecutor:
 
     @property
     def _decoder(self) -> GpuDecoder:
-        assert not isinstance(self.model, CodeModel)
-        return self.model
+        assert not isinstance(self._model, CodeModel)
+        return self._model
 
     def _forward(self, batch: GpuBatch) -> Tensor:
         """Logits fp32 [R, vocabulary] of the tokens of a step."""
-        if isinstance(self.model, CodeModel):
-            return forward_code(self.model, self._pools, batch)
-        return read_logits(self.model, *run_blocks(self.model, self._pools, batch))
+        if isinstance(self._model, CodeModel):
+            return forward_code(self._model, self._pools, batch)
+        return read_logits(self._model, *run_blocks(self._model, self._pools, batch))
 
     def _whole(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """A step as it is: logits, and the next tokens of those that sample."""

@@ -178,13 +178,13 @@ class GpuRunner:
     ) -> None:
         self.model, self._device, self._batch, self._width = model, device, batch, width
         self._invariant, self._ranks, self._on_gpu = invariant, ranks, device.type == "cuda"
-        graphs = graphs and self._on_gpu and self._asks_nothing(decodes_of(len(batch.names) - 1))
+        graphs = graphs and self._asks_nothing(decodes_of(len(batch.names) - 1))
         self.executor = StepExecutor(
             model, pools, device, batch, width=width, graphs=graphs, invariant=invariant,
             ranks=ranks,
         )  # fmt: skip
         self.graphs = self.executor.graphs
-        layer = model.weight_bytes / max(1, len(pools)) if graphs else None
+        layer = model.weight_bytes / max(1, len(pools)) if self.graphs.enabled else None
         self._most = most_tokens(layer, 1 if ranks is None else ranks.count)
         self._blocks = HostBlocks(pinned=self._on_gpu)
 
