@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Capturer:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def capture(
         self, run: Callable[[], Result], meet: Callable[[], object] = lambda: None
@@ -63,6 +64,8 @@ class Capturer:
         finally:  # where memory runs out, the next step has what this one had
             current.wait_stream(self._stream)
         meet()
+        if not self._graphs:  # torch has no pool any more whose graphs are all gone
+            self._pool = torch.cuda.graph_pool_handle()
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()
         try:
@@ -73,6 +76,7 @@ class Capturer:
         finally:
             if collects:
                 gc.enable()
+        self._graphs.add(graph)
         return Captured(graph, result, workspace)
 
 

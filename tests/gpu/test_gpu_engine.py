@@ -227,11 +227,24 @@ def test_kernels_that_start_early_give_the_same_tokens(shape, scheme):
     assert tokens[0] == tokens[1]
 
 
+def test_graphs_are_captured_again_after_all_were_given_up():
+    """torch forgets the memory that graphs share with the last of them."""
+    engine, prompt = random_engine("small", "a8w8c8"), [7] * 20
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    before = engine.generate([prompt], params)[0].token_ids
+    graphs = engine.loop.runner.graphs
+    assert graphs.captured
+    graphs.forget()
+    assert not graphs.captured
+    assert engine.generate([prompt], params)[0].token_ids == before
+    assert graphs.captured
+
+
 @pytest.mark.parametrize("shape", ["small", "mixture"])
 def test_steps_do_not_wait_for_the_host(shape, monkeypatch):
     """A decode step launches without one synchronization."""
     engine = random_engine(shape, "a8w8c8")
-    assert engine.loop.runner._graphs
+    assert engine.loop.runner.graphs.enabled
     for i in range(4):
         engine.add_request([5 + i] * 30, SamplingParams(max_tokens=30, ignore_eos=True))
     for _ in range(6):

@@ -78,7 +78,7 @@ def _weight(family: str, outputs: int, inputs: int, rows: torch.dtype):
 def _mxfp4_weight(outputs: int, inputs: int, rows: torch.dtype):
     bias, codes = torch.randn(outputs), torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     scale = 2.0 ** torch.randint(-9, -3, (outputs, inputs // 32))
-    values = E2M1[codes.int()] * scale.repeat_interleave(32, 1)
+    values = E2M1.to(codes.device)[codes.int()] * scale.repeat_interleave(32, 1)
     return pack_fp4(codes, scale, bias, rows), lambda x: x @ values.double().T + bias.double()
 
 
