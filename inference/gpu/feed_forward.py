@@ -22,7 +22,7 @@ from kernels.triton.experts.routing import combine, route
 from kernels.triton.experts.sorting import sort_by_expert
 from kernels.triton.fused import gated_product
 from kernels.triton.linear.weight import InputFormat
-from kernels.triton.tuning import bucket
+from kernels.triton.tuning import fewest_rows, power_of_two
 
 GpuFeedForward = GatedMLP[GpuLinear] | MixtureOfExperts[GpuLinear, GpuExperts]
 MANY_ROWS = 64  # an expert, on average
@@ -129,8 +129,10 @@ def _all_at_once(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """What the experts of each pair say: [T k, H]."""
-    tallest = min(gate_up.weight.tallest_tile, down.weight.tallest_tile)
-    height = tile_height(chosen.numel(), experts, tallest)
+    weights = gate_up.weight, down.weight
+    tallest = min(weight.tallest_tile for weight in weights)
+    shortest = max(fewest_rows(weight.family) for weight in weights)
+    height = tile_height(chosen.numel(), experts, tallest, shortest)
     pairs, numbers = sort_by_expert(chosen, experts, height), chosen.view(-1)
     ready = replace(pairs, metadata_ready=True)
     rows, scales = gate_up.quantized(x, numbers, sinks)
@@ -142,10 +144,11 @@ def _all_at_once(
     return down.run(rows, scales, ready, x.dtype)
 
 
-def tile_height(pairs: int, experts: int, tallest: int) -> int:
+def tile_height(pairs: int, experts: int, tallest: int, shortest: int) -> int:
     """Rows of a tile: twice as many as an expert has on average, so that few have two tiles.
 
     Of more than 64 products of a row cost more than weights: no more are wasted than there.
     """
     mean = pairs // experts
-    return min(bucket(2 * mean + 1), 64 if mean < 128 else 128, tallest)
+    rows = max(power_of_two(2 * mean + 1), shortest)
+    return min(rows, 64 if mean < 128 else 128, tallest)

@@ -26,7 +26,7 @@ from kernels.triton.linear.w8a8 import pack_w8a8
 from kernels.triton.linear.w8a16 import pack_w8a16
 from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import GpuWeight
-from kernels.triton.tuning import Tile, bucket
+from kernels.triton.tuning import Tile, bucket_of
 
 PLAIN_FEW = (Tile(128, 64, 1), Tile(64, 64, 2))  # tiles of plain kernels beside the rule's
 PLAIN_MANY = (Tile(128, 128, 1, 3, 8), Tile(128, 64, 1))
@@ -104,7 +104,7 @@ def mxfp4(tokens: int, outputs: int, inputs: int, workspace: Workspace) -> Bench
     chosen = torch.rand(tokens, EXPERTS, device=device).topk(CHOSEN).indices.int()
     weight = pack_fp4(codes, scale)
     first = replace(weight, packed=weight.packed[0], scale=weight.scale[0])
-    rows = min(bucket(2 * (tokens * CHOSEN // EXPERTS) + 1), 64)
+    rows = min(bucket_of(first.family, 2 * (tokens * CHOSEN // EXPERTS) + 1), 64)
     pairs = replace(sort_by_expert(chosen, EXPERTS, rows), metadata_ready=True)
     half = torch.tensor(ELEMENTS, device=device)
     table = torch.cat((half, -half))

@@ -86,7 +86,9 @@ def _many_rows(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Ti
 
 def _sizes(family: str, rows: int) -> tuple[tuple[int, int, int, int], ...]:
     """(outputs, rows, stages, warps) worth trying."""
-    tall = bucket(rows)
+    tall = tuning.bucket_of(family, rows)
+    if tall == tuning.FEWEST:
+        return tuple((64, tall, stages, 2) for stages in (3, 4, 5, 6))
     if tall <= 16:
         deep = 5 if family.startswith("w4") else 4
         wide = ((256, tall, deep, 4), (256, tall, 4, 4)) if family.startswith("w4") else ()
@@ -185,5 +187,5 @@ def entries(
             if has_choice(family, rows):
                 size = (rows, outputs, inputs)
                 case = gpu_linear.gemm(family.removesuffix("_many"), *size, workspace)
-                keys = (f"{outputs}x{inputs}", str(bucket(rows)))
+                keys = (f"{outputs}x{inputs}", str(tuning.bucket_of(family, rows)))
                 yield keys, case, tiles(family, *size, processors)

@@ -34,7 +34,8 @@ from kernels.triton.linear.fp4_operands import (
     weights_of,
 )
 from kernels.triton.linear.hopper.w4_launch import Levels, launch_w4, many_rows_tile, takes
-from kernels.triton.linear.launch import Product, fitting, launch_few_rows
+from kernels.triton.linear.launch import Product, by_warps, fitting, launch_few_rows
+from kernels.triton.linear.operands import as_warps_read
 from kernels.triton.linear.packing import BLOCK, lay_bias
 from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
 from kernels.triton.linear.weight import GpuWeight, check_inputs
@@ -49,7 +50,7 @@ def fp4_kernel(
     x, packed, scale, unit, bias, out, parts, arrivals, experts, pairs, M, N, K,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr,
-    BIAS: tl.constexpr, OVERLAP: tl.constexpr, HALVES: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr, HALVES: tl.constexpr, WARP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows).
 
@@ -92,7 +93,8 @@ def fp4_kernel(
         first_scales = tl.load(place)
         there = real & (k < K - g * 128) if REST else real
         xt = tl.load(columns + g * 128, mask=there, other=0.0)
-        acc = tl.dot(weights_of(w, first_scales, second, HALVES, DT), xt, acc)
+        xt = as_warps_read(xt) if WARP else xt
+        acc = tl.dot(weights_of(w, first_scales, second, HALVES, DT, WARP), xt, acc)
     last = True
     if SPLITS > 1:
         acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)
@@ -171,7 +173,7 @@ class Fp4Weight(GpuWeight):
         """Run the kernel."""
         launch_few_rows(
             fp4_kernel, (product.x, self.packed, self.scale, self.unit), self.bias, product, tile,
-            REST=self.inputs % BLOCK != 0, HALVES=self.halves,
+            REST=self.inputs % BLOCK != 0, HALVES=self.halves, WARP=by_warps(tile),
         )  # fmt: skip
 
     def launch_many(self, product: Product, tile: Tile) -> None:

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import ASM
-from kernels.triton.linear.operands import beside, interleave
+from kernels.triton.linear.operands import beside, interleave, words_of
 from kernels.triton.linear.packing import BLOCK
 
 # Of pairs j = 0 to 3: rotations for the three bits of magnitude, the lowest first, and the sign.
@@ -162,12 +162,15 @@ def own_scales(first, second, j: tl.constexpr, HALVES: tl.constexpr, dtype: tl.c
 
 
 @triton.jit
-def weights_of(words, first, second, HALVES: tl.constexpr, dtype: tl.constexpr):
-    """Packed tiles [tiles, 1024] and words of scales -> weights [outputs, 128] in a type."""
-    tiles: tl.constexpr = words.shape[0]
+def weights_of(
+    words, first, second, HALVES: tl.constexpr, dtype: tl.constexpr, WARP: tl.constexpr
+):  # fmt: skip
+    """Packed tiles [tiles, 1024] and words of scales -> weights [outputs, 128] in a type.
+
+    If WARP, inputs are in the order of `kernels.triton.linear.operands.as_warps_read`.
+    """
     half = tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
-    words = words.reshape(tiles, 2, 4, 8, 4, 4).permute(0, 2, 1, 3, 5, 4)
-    words = words.reshape(tiles * 64, 16)
+    words = words_of(words, WARP)
     s0 = own_scales(first, second, 0, HALVES, dtype)
     s1 = own_scales(first, second, 1, HALVES, dtype)
     s2 = own_scales(first, second, 2, HALVES, dtype)

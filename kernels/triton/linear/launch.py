@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.triton.common import Workspace, overlap, require
+from kernels.triton.common import Workspace, capability, overlap, require
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.packing import BLOCK
 from kernels.triton.tuning import Tile, gemm_tile
@@ -109,6 +109,11 @@ def grid_of(
         tiles = across * down
         workspace.check(tiles * tile.splits * tile.outputs * tile.rows, tiles)
     return across, tile.splits, down
+
+
+def by_warps(tile: Tile) -> bool:
+    """Whether single warps multiply (`mma.sync`), not groups of four (`wgmma`): WARP of kernels."""
+    return tile.warps < 4 or capability() != 90
 
 
 def launch_few_rows(

@@ -85,9 +85,12 @@ def pack_tiles(q: Tensor, bits: int) -> Tensor:
 
 @triton.jit
 def quarters(
-    words, z0, z1, z2, z3, BITS: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr
+    words, z0, z1, z2, z3, BITS: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr,
+    WARP: tl.constexpr = False,
 ):  # fmt: skip
     """Packed tiles [tiles, 256 BITS] -> weights of inputs 32 j to 32 j + 31, four [outputs, 32].
+
+    If WARP, inputs are in the order of `as_warps_read`.
 
     Args:
         words: int32.
@@ -100,15 +103,42 @@ def quarters(
     """
     tiles: tl.constexpr = words.shape[0]
     if BITS == 4:
-        words = words.reshape(tiles, 2, 4, 8, 4, 4).permute(0, 2, 1, 3, 5, 4)
-        words = words.reshape(tiles * 64, 16)
+        words = words_of(words, WARP)
         q0, q1, q2, q3 = nibbles(words, z0, z1, z2, z3, ZERO, dtype)
     else:
-        words = words.reshape(tiles, 2, 2, 4, 8, 4, 4).permute(0, 3, 2, 4, 6, 5, 1)
+        words = words.reshape(tiles, 2, 2, 4, 8, 4, 2, 2)
+        if WARP:
+            words = words.permute(0, 3, 2, 4, 6, 5, 7, 1)
+        else:
+            words = words.permute(0, 3, 2, 4, 6, 7, 5, 1)
         low, high = words.reshape(tiles * 64, 16, 2).split()
         q0, q1 = bytes_of(low, z0, z1, ZERO, dtype)
         q2, q3 = bytes_of(high, z2, z3, ZERO, dtype)
     return q0, q1, q2, q3
+
+
+@triton.jit
+def words_of(words, WARP: tl.constexpr):
+    """Packed tiles of 4 bits [tiles, 1024] -> the words of each output, [outputs, 16]."""
+    tiles: tl.constexpr = words.shape[0]
+    words = words.reshape(tiles, 2, 4, 8, 4, 2, 2)
+    words = words.permute(0, 2, 1, 3, 5, 4, 6) if WARP else words.permute(0, 2, 1, 3, 5, 6, 4)
+    return words.reshape(tiles * 64, 16)
+
+
+@triton.jit
+def as_warps_read(x):
+    """Inputs [K, rows] in the order in which Triton lays operands of `mma.sync` out: of each 32
+    bytes the words of 32 bits 0, 4, 1, 5, 2, 6, 3, 7.
+
+    A product does not depend on an order that both operands have, and stored tiles become
+    operands in this one without a shuffle.
+    """
+    inputs: tl.constexpr = x.shape[0]
+    rows: tl.constexpr = x.shape[1]
+    word: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+    x = x.reshape(inputs // (8 * word), 2, 4, word, rows).permute(0, 2, 1, 3, 4)
+    return x.reshape(inputs, rows)
 
 
 @triton.jit

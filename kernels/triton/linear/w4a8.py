@@ -40,7 +40,8 @@ from torch import Tensor
 from kernels.triton.common import announce, wait
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.hopper.w4_launch import Levels, launch_w4, many_rows_tile, takes
-from kernels.triton.linear.launch import Product, fitting, launch_few_rows
+from kernels.triton.linear.launch import Product, by_warps, fitting, launch_few_rows
+from kernels.triton.linear.operands import as_warps_read
 from kernels.triton.linear.packing import BLOCK, check_grouped, lay_bias, lay_scales
 from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
 from kernels.triton.linear.w4a8_operands import (
@@ -97,7 +98,7 @@ def w4a8_kernel(
     GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr, PER_ROW: tl.constexpr,
-    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr, WARP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); EXACT is of two levels."""
     tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -133,12 +134,13 @@ def w4a8_kernel(
             elif not EXACT:
                 s = tl.load(scale + g * N + n)
             xt = tl.load(columns + g * GROUP, mask=real, other=0)
+            xt = as_warps_read(xt) if WARP else xt
             if MULTIPLIERS:
-                w = multiplied_operand(w, s)
+                w = multiplied_operand(w, s, WARP)
             elif EXACT:
-                w = operand(w, 0, ZERO)
+                w = operand(w, 0, ZERO, WARP)
             else:
-                w, s = operand_and_scale(w, s, ZERO)
+                w, s = operand_and_scale(w, s, ZERO, WARP)
             if EXACT:
                 acc = tl.dot(w, xt, acc, out_dtype=tl.int32)
             else:
@@ -233,7 +235,7 @@ class W4A8Weight(GroupedWeight):
         launch_few_rows(
             w4a8_kernel, operands, self.bias, product, tile, exact=exact, fused=not exact,
             GROUP=BLOCK if exact else self.group, ZERO=self.zero_points, EXACT=exact,
-            MULTIPLIERS=self.multipliers, PER_ROW=product.per_row,
+            MULTIPLIERS=self.multipliers, PER_ROW=product.per_row, WARP=by_warps(tile),
         )  # fmt: skip
 
     def launch_many(self, product: Product, tile: Tile) -> None:

@@ -31,7 +31,7 @@ MULTIPLIED = tl.constexpr(
 
 
 @triton.jit
-def operand(packed, z, ZERO: tl.constexpr):
+def operand(packed, z, ZERO: tl.constexpr, WARP: tl.constexpr = False):
     """Packed bytes [tiles, 32 group] -> int8 [outputs, group]: 16 q, or q - z if `ZERO`."""
     tiles: tl.constexpr = packed.shape[0]
     words: tl.constexpr = packed.shape[1] // 1024
@@ -50,11 +50,11 @@ def operand(packed, z, ZERO: tl.constexpr):
         low, high = (packed & 15) - z, ((packed >> 4) & 15) - z
     else:
         low, high = packed << 4, packed & -16
-    return rows_of(low, high)
+    return rows_of(low, high, WARP)
 
 
 @triton.jit
-def multiplied_operand(packed, words):
+def multiplied_operand(packed, words, WARP: tl.constexpr = False):
     """Packed bytes [tiles, 4096] and words of multipliers [16 tiles, groups] -> int8 q m."""
     tiles: tl.constexpr = packed.shape[0]
     GROUPS: tl.constexpr = words.numel // (16 * tiles)
@@ -68,17 +68,21 @@ def multiplied_operand(packed, words):
         )
     else:
         low, high = ((packed & 15) - 8) * m, (((packed >> 4) & 15) - 8) * m
-    return rows_of(low, high)
+    return rows_of(low, high, WARP)
 
 
 @triton.jit
-def rows_of(low, high):
-    """What the halves of packed bytes [tiles, 32 group] became, in order: [outputs, group]."""
+def rows_of(low, high, WARP: tl.constexpr):
+    """What the halves of packed bytes [tiles, 32 group] became, in order: [outputs, group].
+
+    If WARP, in the order of `kernels.triton.linear.operands.as_warps_read`.
+    """
     tiles: tl.constexpr = low.shape[0]
     words: tl.constexpr = low.shape[1] // 1024
     both = tl.join(low, high)  # b, a, c, quad, j, byte, half
     both = both.reshape(tiles, 2, 4, 8, 4, words, 4, 2)
-    return both.permute(0, 2, 1, 3, 5, 7, 4, 6).reshape(tiles * 64, 32 * words)
+    both = both.permute(0, 2, 1, 3, 5, 4, 7, 6) if WARP else both.permute(0, 2, 1, 3, 5, 7, 4, 6)
+    return both.reshape(tiles * 64, 32 * words)
 
 
 @triton.jit
@@ -97,11 +101,11 @@ def multipliers_of(words, g, N, MULTIPLIERS: tl.constexpr):
 
 
 @triton.jit
-def operand_and_scale(w, s, ZERO: tl.constexpr):
+def operand_and_scale(w, s, ZERO: tl.constexpr, WARP: tl.constexpr):
     """Packed bytes to int8, and scales [outputs] without the zero points that lie in them."""
     if ZERO:
-        w = operand(w, s & 15, ZERO)
+        w = operand(w, s & 15, ZERO, WARP)
         s = (s & -16).to(tl.float32, bitcast=True)
     else:
-        w = operand(w, 0, ZERO)
+        w = operand(w, 0, ZERO, WARP)
     return w, s

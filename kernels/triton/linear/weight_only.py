@@ -29,8 +29,8 @@ from torch import Tensor
 from kernels.triton.common import announce, wait
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.gather import gather_rows
-from kernels.triton.linear.launch import Product, fitting, launch_few_rows
-from kernels.triton.linear.operands import beside, pack_tiles, quarters
+from kernels.triton.linear.launch import Product, by_warps, fitting, launch_few_rows
+from kernels.triton.linear.operands import as_warps_read, beside, pack_tiles, quarters
 from kernels.triton.linear.packing import BLOCK, check_grouped, lay_bias, lay_scales
 from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
 from kernels.triton.linear.weight import GroupedWeight, check_inputs
@@ -72,10 +72,10 @@ def scaled(q0, q1, q2, q3, s0, s1, s2, s3, GROUP: tl.constexpr):
 
 
 @triton.jit
-def product(w, s, x, real, left, SHORT: tl.constexpr):
+def product(w, s, x, real, left, SHORT: tl.constexpr, WARP: tl.constexpr):
     """A group's product, in fp32, times its scales; see `inside`."""
-    there = inside(real, left, w.shape[1], SHORT)
-    return tl.dot(w, tl.load(x, mask=there, other=0.0)) * s.to(tl.float32)[:, None]
+    xt = tl.load(x, mask=inside(real, left, w.shape[1], SHORT), other=0.0)
+    return tl.dot(w, as_warps_read(xt) if WARP else xt) * s.to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -86,25 +86,29 @@ def inside(real, left, COUNT: tl.constexpr, SHORT: tl.constexpr):
 
 @triton.jit
 def add_groups(
-    acc, q0, q1, q2, q3, s0, s1, s2, s3, xs, real, left, GROUP: tl.constexpr, SHORT: tl.constexpr
+    acc, q0, q1, q2, q3, s0, s1, s2, s3, xs, real, left, GROUP: tl.constexpr,
+    SCALE_WEIGHT: tl.constexpr, SHORT: tl.constexpr, WARP: tl.constexpr,
 ):  # fmt: skip
     """acc and the products of 128 inputs in groups of 32 or 64, each sum times its scales."""
     if GROUP == 32:
-        acc += product(q0, s0, xs, real, left, SHORT)
-        acc += product(q1, s1, xs + 32, real, left - 32, SHORT)
-        acc += product(q2, s2, xs + 64, real, left - 64, SHORT)
-        acc += product(q3, s3, xs + 96, real, left - 96, SHORT)
+        acc += product(q0, s0, xs, real, left, SHORT, WARP)
+        acc += product(q1, s1, xs + 32, real, left - 32, SHORT, WARP)
+        acc += product(q2, s2, xs + 64, real, left - 64, SHORT, WARP)
+        acc += product(q3, s3, xs + 96, real, left - 96, SHORT, WARP)
     else:
-        acc += product(beside(q0, q1), s0, xs, real, left, SHORT)
-        acc += product(beside(q2, q3), s2, xs + 64, real, left - 64, SHORT)
+        acc += product(beside(q0, q1), s0, xs, real, left, SHORT, WARP)
+        acc += product(beside(q2, q3), s2, xs + 64, real, left - 64, SHORT, WARP)
     return acc
 
 
 @triton.jit
 def add_whole(
-    acc, q0, q1, q2, q3, s0, s1, s2, s3, xt, GROUP: tl.constexpr, SCALE_WEIGHT: tl.constexpr
+    acc, q0, q1, q2, q3, s0, s1, s2, s3, xs, real, left, GROUP: tl.constexpr,
+    SCALE_WEIGHT: tl.constexpr, SHORT: tl.constexpr, WARP: tl.constexpr,
 ):  # fmt: skip
     """acc and the product of 128 inputs: of one scale an output none is applied here."""
+    xt = tl.load(xs, mask=inside(real, left, 128, SHORT), other=0.0)
+    xt = as_warps_read(xt) if WARP else xt
     if GROUP == 0:
         acc = tl.dot(beside(beside(q0, q1), beside(q2, q3)), xt, acc)
     elif SCALE_WEIGHT:
@@ -121,12 +125,12 @@ def weight_only_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr, SCALE_WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, OVERLAP: tl.constexpr, SHORT: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr, SHORT: tl.constexpr, WARP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); `GROUP` is 0 for one scale an output.
 
     With `experts` a tile of rows is one of an expert, and weights lie one after the other. If
-    SHORT, rows of x have `width` < K inputs, and zeros stand for the others.
+    SHORT, rows of x have `width` < K inputs, and zeros stand for the others; see `by_warps`.
     """
     DT: tl.constexpr = x.dtype.element_ty
     WORDS: tl.constexpr = 256 * BITS
@@ -159,14 +163,12 @@ def weight_only_kernel(
         if GROUP > 0:
             place = scale + g * (N * (128 // GROUP)) + n
             s0, s1, s2, s3, z0, z1, z2, z3 = scales_of(place, N, GROUP, BITS, ZERO)
-        xs, left = columns + g * 128, width - g * 128
-        shown = inside(real, left, STEP, SHORT)
-        xt = tl.load(xs, mask=shown, other=0.0) if STEP == 128 else None
-        q0, q1, q2, q3 = quarters(w, z0, z1, z2, z3, BITS, ZERO, DT)
-        if STEP == 128:
-            acc = add_whole(acc, q0, q1, q2, q3, s0, s1, s2, s3, xt, GROUP, SCALE_WEIGHT)
-        else:
-            acc = add_groups(acc, q0, q1, q2, q3, s0, s1, s2, s3, xs, real, left, GROUP, SHORT)
+        q0, q1, q2, q3 = quarters(w, z0, z1, z2, z3, BITS, ZERO, DT, WARP)
+        add: tl.constexpr = add_whole if STEP == 128 else add_groups
+        acc = add(
+            acc, q0, q1, q2, q3, s0, s1, s2, s3, columns + g * 128, real, width - g * 128, GROUP,
+            SCALE_WEIGHT, SHORT, WARP,
+        )  # fmt: skip
     last = True
     if SPLITS > 1:
         acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)
@@ -271,6 +273,7 @@ class FloatInputWeight(GroupedWeight):
             weight_only_kernel, (x, self.packed, self.scale, x.shape[1]), self.bias, product, tile,
             inputs=self.size[1], SHORT=x.shape[1] < self.size[1], BITS=self.BITS,
             GROUP=self.group, ZERO=self.zero_points, SCALE_WEIGHT=self.BITS == 4 and sums > 64,
+            WARP=by_warps(tile),
         )  # fmt: skip
 
     def by_library(self, x: Tensor, x_scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.common import Workspace
 from kernels.triton.fused import add_rms_norm, gated_product, quantize_rows
 from kernels.triton.linear import w4a8, w8a8, weight_only
+from kernels.triton.linear.fp4 import pack_fp4
 from kernels.triton.linear.fp8_block import pack_fp8_block
 from kernels.triton.linear.w4a8 import pack_w4a8
 from kernels.triton.linear.w4a16 import pack_w4a16
@@ -146,6 +147,24 @@ def test_weights_go_to_the_tensor_cores_through_registers():
         pack_w4a16(q, scale).run(x, None, Workspace.on("cpu", 1, 1), x.dtype, tile=tile)
     assert built[0].count(r"st\.shared|stmatrix") <= 8, "the result's alone"
     assert built[0].count(r"wgmma\.mma_async\S*f16\.f16 +\{[^}]*\}, *\{"), "left from registers"
+
+
+@pytest.mark.parametrize(("capability", "warps"), [(80, 4), (90, 2)])
+@compiled
+def test_warps_shuffle_no_weight(capability, warps):
+    """Inputs are multiplied in the order in which a thread has those of a stored tile."""
+    q, x = torch.zeros(256, 1024, dtype=torch.int8), torch.zeros(16, 1024).half()
+    codes, scale, workspace = q.view(torch.uint8), torch.ones(256, 8), Workspace.on("cpu", 1, 1)
+    made = [pack_w4a16(q, scale), pack_w8a16(q, scale), pack_w4a8(q, scale * torch.rand(256, 8))]
+    made += [pack_w4a8(q, scale), pack_fp4(codes, torch.ones(256, 32), None, torch.float16)]
+    for weight in made:
+        integers = weight.family.startswith("w4a8")
+        rows, one = (x.to(torch.int8), torch.ones(1)) if integers else (x, None)
+        with building_for(capability) as built:
+            weight.run(rows, one, workspace, x.dtype, tile=Tile(64, 16, 1, 4, warps))
+        (binary,) = fitting(built)
+        assert binary.count(r"mma\.sync")
+        assert not binary.count(r"shfl\."), weight.family
 
 
 def make_pool(storage: torch.dtype, dims: int, dim: int = 128):

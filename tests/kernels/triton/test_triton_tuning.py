@@ -28,7 +28,10 @@ def forget():
 
 
 def test_buckets_are_powers_of_two_from_16_on():
-    assert [tuning.bucket(n) for n in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 4096]
+    counts = (1, 16, 17, 64, 65, 4096)
+    assert [tuning.bucket(n) for n in counts] == [16, 16, 32, 64, 128, 4096]
+    assert [tuning.bucket_of("w8a8", n) for n in counts] == [tuning.bucket(n) for n in counts]
+    assert [tuning.bucket_of("w4a16", n) for n in (1, 8, 9, 17)] == [8, 8, 16, 32]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +46,10 @@ def test_the_rule_gives_tiles_that_divide_the_outputs(family, rows, outputs, inp
         tile = tuning.rule(family, processors, rows, outputs, inputs)
         assert outputs % tile.outputs == 0
         assert not tile.persistent
-        assert 1 <= tile.splits <= max(1, inputs // 1024)
-        assert tile.rows >= min(tuning.bucket(rows), 64)
+        by_warps = rows == 1 and family in ("w4a16", "w4a8_two_level", "w8a16")
+        assert 1 <= tile.splits <= max(1, inputs // (512 if by_warps else 1024))
+        assert tile.rows >= min(tuning.bucket_of(family, rows), 64)
+        assert (tile.warps < 4) == by_warps
 
 
 @pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a16", "w8a8", "fp8", "fp8_block", "w16a16"])
@@ -92,6 +97,15 @@ def test_what_is_measured_is_what_is_read(capability, tmp_path, monkeypatch):
             assert ((family, rows) in asked) == (runs and chosen)
             found = tuning.measured_tile(family, CPU, rows, 128, 256)
             assert found == (Tile(64, 32, 2, 7) if runs and chosen else None)
+
+
+def test_few_rows_of_4_bit_weights_have_four_programs_an_sm():
+    assert tuning.rule("w4a16", 132, 8, 28672, 4096) == Tile(64, 8, 1, 5, 2)
+    assert tuning.rule("w4a16", 132, 1, 6144, 4096) == Tile(64, 8, 5, 4, 2)
+    assert tuning.rule("w4a8", 132, 1, 4096, 14336) == Tile(64, 8, 8, 4, 2)
+    assert tuning.rule("w4a16", 132, 1, 1024, 512) == Tile(64, 8, 1, 5, 2)
+    assert tuning.rule("w4a16_mxfp4", 132, 8, 5760, 2880, 4) == Tile(64, 8, 1, 5, 2)
+    assert tuning.rule("w4a16", 132, 9, 4096, 4096).warps == 4
 
 
 def test_16_bit_weights_are_split_where_tiles_are_few():
