@@ -19,13 +19,15 @@
 // kRowBlock rows times kTaskOutputs outputs. Inputs are taken in blocks whose prepared rows stay in
 // the second-level cache, blocks in chunks whose prepared weights stay in the first-level one;
 // chunks are cut into parts, each a group or a piece of one. With kStreams a task decodes panels in
-// registers, too, which takes less than to prepare them.
+// registers, too, which takes less than to prepare them. Where inputs become int16, so that more
+// tasks are no cheaper ones, threads get as many blocks of rows each.
 
-// Of a task; larger where inputs become int16, which is done once for each task.
+// Of a task; larger where inputs become int16, which is done once for each task, and largest where
+// it keeps no sums of all its outputs.
 template <bool kWide>
 constexpr int64_t kRowBlock = kWide ? 96 : 48;
 template <bool kWide>
-constexpr int64_t kTaskOutputs = kWide ? 1024 : 256;
+constexpr int64_t kTaskOutputs = kStreams<kWide> ? 4096 : kWide ? 1024 : 256;
 constexpr int64_t kBlockBytes = 4096;   // of a row of prepared inputs
 constexpr int64_t kChunkBytes = 16384;  // of prepared weights
 constexpr int64_t kWideGroup = 256;     // inputs of a group, if they are in fp32
@@ -251,7 +253,8 @@ static void run_task(const Cut<F>& cut, const LinearArgs& a, Range rows, Range p
 // Panels of a task: kTaskOutputs, or fewer so that each thread gets some.
 template <bool kWide>
 static int64_t task_panels(int64_t panels, int64_t row_blocks, const Team& team) {
-  const int64_t fair = ceil_div(panels * row_blocks, row_blocks == 1 ? team.size : 4 * team.size);
+  const int tasks = row_blocks == 1 ? 1 : kStreams<kWide> ? 2 : 4;  // of a thread
+  const int64_t fair = ceil_div(panels * row_blocks, tasks * team.size);
   const int64_t most = kTaskOutputs<kWide> / kPanel;
   return fair < most ? fair : most;
 }
@@ -262,9 +265,11 @@ static void many_rows(const LinearArgs& a, const Team& team) {
   constexpr int64_t lanes = kChunkBytes / kPanel / Cut<F>::lane_bytes;
   const Packed& w = *a.weight;
   const Cut<F> cut(w, kStreams<kWide> ? INT32_MAX : lanes);
-  const int64_t row_blocks = ceil_div(a.rows * P, kRowBlock<kWide>);
-  const int64_t panels = ceil_div(w.outputs, kPanel);
-  const int64_t block_rows = round_up(ceil_div(a.rows, row_blocks), kTileRows<F> / P);
+  constexpr int64_t tile_rows = (kStreams<kWide> ? 4 : kTileRows<F>) / P;
+  int64_t row_blocks = ceil_div(a.rows * P, kRowBlock<kWide>);
+  if (kWide && 2 * row_blocks > team.size) row_blocks = round_up(row_blocks, team.size);
+  const int64_t tiles = ceil_div(a.rows, tile_rows), panels = ceil_div(w.outputs, kPanel);
+  const int64_t block_rows = ceil_div(tiles, row_blocks) * tile_rows;
   const int64_t width = task_panels<kWide>(panels, row_blocks, team);
   const int64_t block = kBlockBytes * kPanel / kChunkBytes;  // chunks that share prepared rows
   const Space s = kStreams<kWide> ? space_of(block_rows * P, cut.chunk_bytes(cut.at(0)),
@@ -287,9 +292,9 @@ static void many_rows(const LinearArgs& a, const Team& team) {
   team.restart();
   const int64_t tasks = ceil_div(panels, width) * row_blocks;
   for (int64_t task = team.take(); task < tasks; task = team.take()) {
-    const int64_t row = task % row_blocks * block_rows;
-    const Range rows = {row, row + block_rows < a.rows ? row + block_rows : a.rows};
-    if (rows.begin < rows.end) run(rows, task / row_blocks * width, panels);
+    const int64_t block = task % row_blocks, end = tiles * (block + 1) / row_blocks * tile_rows;
+    const Range rows = {tiles * block / row_blocks * tile_rows, end < a.rows ? end : a.rows};
+    run(rows, task / row_blocks * width, panels);
   }
 }
 
