@@ -1,5 +1,6 @@
 """Shared fixtures: tiny random models with a real tokenizer, written as local directories."""
 
+import gc
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers would wait for each other
@@ -47,10 +48,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: no collection of garbage looks at it again."""
+    gc.freeze()
+    gc.set_threshold(10_000)
+
+
 def pytest_pycollect_makemodule(module_path: Path) -> None:
     """Skip the folders of what runs on Triton where that is not installed."""
     if {"triton", "gpu"}.intersection(module_path.relative_to(Path(__file__).parent).parts):
         pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unsynced():
+    """Nothing waits for the disk: what `os.fsync` is for, the loss of power, no test tries."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses the same descriptors
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
