@@ -10,13 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import pandas as pd
 from pydantic import Field
 from torch import Tensor
 
 from formats.documents import parse
 from formats.errors import CheckpointError
+from formats.namespace import later
 from formats.scheme import Strict
+
+with later():
+    import pandas as pd
 
 Role = Literal["weight", "input", "input_sink", "k_cache", "v_cache"]
 TOGETHER = 32  # scales that are read at once

@@ -205,17 +205,8 @@ def test_only_families_ask_for_a_model_type():
 
 def test_only_backends_ask_for_a_device():
     asks = re.compile(r"\.is_cuda|device(\.type)? [!=]= |[!=]= \"(cuda|cpu)\"")
-    for room in (
-        "requests",
-        "scheduling",
-        "models",
-        "engine",
-        "predict",
-        "chat",
-        "rows",
-        "accuracy",
-        "config",
-    ):
+    rooms = "requests scheduling models engine predict chat rows accuracy config"
+    for room in rooms.split():
         for path in sources(f"inference/{room}").values():
             found = asks.search(path.read_text(encoding="utf-8"))
             assert not found, f"{path} asks for a device: {found}"

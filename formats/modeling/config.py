@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError
@@ -16,6 +18,42 @@ with later():
     import transformers
     from huggingface_hub import errors
 
+ACTIVATIONS, VALIDATORS = "transformers.activations", "transformers.utils.type_validators"
+
+
+class _Activations(Mapping[str, Any]):
+    """transformers' ACT2FN, which is imported when one looks into it."""
+
+    def __getitem__(self, name: str) -> Any:
+        return importlib.import_module(ACTIVATIONS).ACT2FN[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(importlib.import_module(ACTIVATIONS).ACT2FN)
+
+    def __len__(self) -> int:
+        return len(importlib.import_module(ACTIVATIONS).ACT2FN)
+
+
+def spare_activations() -> None:
+    """Let configurations of transformers be imported without functions of activations.
+
+    They check values by a module that takes those to know their names, which hardly any of them
+    asks for. With them it imports transformers' loaders and torch's compiler: almost half of the
+    processor time that an engine takes to start. A version of transformers that takes more from
+    there imports it as it is.
+    """
+    if {ACTIVATIONS, VALIDATORS} & sys.modules.keys():
+        return
+    stand_in = ModuleType(ACTIVATIONS)
+    vars(stand_in)["ACT2FN"] = _Activations()
+    sys.modules[ACTIVATIONS] = stand_in
+    try:
+        importlib.import_module(VALIDATORS)
+    except ImportError:  # of another version
+        pass
+    finally:
+        del sys.modules[ACTIVATIONS]
+
 
 def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
     """A config.json as transformers reads it.
@@ -23,6 +61,7 @@ def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
     Raises:
         CheckpointError: transformers knows no such model, or refuses a value.
     """
+    spare_activations()
     rest = plain_values(values)
     kind = str(rest.pop("model_type", None))
     make_known(kind)

@@ -13,14 +13,17 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 
 from formats.errors import RequestError
+from formats.namespace import later
 from formats.scheme import Strict
 from inference.bench.load import Load, Run
 from inference.speculate.counts import DraftCounts
 from kernels.bench.case import in_turns
+
+with later():
+    import pandas as pd
 
 
 class Spread(Strict):

@@ -67,8 +67,7 @@ def test_tokens_weigh_nothing_for_experts_that_they_do_not_come_to(make_model):
         block = stream.load(index)
         for sample in range(len(IDS)):
             block.run(
-                sample,
-                on_route=lambda of, n, sample=sample: routed.__setitem__((of, sample), n),
+                sample, on_route=lambda of, n, sample=sample: routed.__setitem__((of, sample), n)
             )
         for (experts, sample), counts in routed.items():
             if experts.startswith(f"{name}."):

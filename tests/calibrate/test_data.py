@@ -189,10 +189,7 @@ CHAT = [{"role": "user", "content": "hello"}]
         ({"id": "x", "Text": "hello"}, {"column": "Text"}),
         ({"sentence": "the only column"}, {"column": "sentence"}),
         ({"id": "x", "dialogue": CHAT}, {"messages_column": "dialogue"}),
-        (
-            {"id": "x", "turns": [{"from": "human", "value": "x"}]},
-            {"messages_column": "turns"},
-        ),
+        ({"id": "x", "turns": [{"from": "human", "value": "x"}]}, {"messages_column": "turns"}),
         ({"prompt": "a", "chosen": CHAT, "rejected": CHAT}, {"messages_column": "chosen"}),
     ],
 )

@@ -28,11 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 SCHEMES = ["float", "w4c8", "w8", "a8w8c8", "a8w8c8_dynamic", "a8w4c8", "fp8_c8", "fp8_block"]
 SCHEMES += ["c4", "k8v4", "a8w4c4_two_level"]
-SMALLER = (
-    "dataset.calibration.samples=32",
-    "dataset.evaluation.samples=32",
-    "report.speed=false",
-)
+SMALLER = ("dataset.calibration.samples=32", "dataset.evaluation.samples=32", "report.speed=false")
 
 
 @pytest.mark.timeout(600)

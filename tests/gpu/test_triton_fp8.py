@@ -11,10 +11,7 @@ if torch.cuda.is_available():
     from kernels.bench import draw, gpu_linear
     from kernels.triton import fused
     from kernels.triton.common import capability
-    from kernels.triton.linear.fp8_block import (
-        LIBRARY_ROWS,
-        pack_fp8_block,
-    )
+    from kernels.triton.linear.fp8_block import LIBRARY_ROWS, pack_fp8_block
     from kernels.triton.sampling.sample import sample
     from kernels.triton.tuning import Tile
 

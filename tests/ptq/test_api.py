@@ -44,12 +44,18 @@ def fresh(code: str, *path: Path) -> str:
 
 
 def test_importing_is_cheap_and_tells_what_there_is():
-    code = """
+    code = f"""
 import ptq
-assert {"quantize", "Engine", "SamplingParams", "Checkpoint"} <= set(dir(ptq))
+assert {{"quantize", "Engine", "SamplingParams", "Checkpoint"}} <= set(dir(ptq))
 assert not hasattr(ptq, "Quantize")
-assert not {"torch", "transformers", "pydantic", "kernels"} & set(sys.modules)
-from ptq import Checkpoint, Engine, SamplingParams, quantize
+assert not {{"torch", "transformers", "pydantic", "kernels"}} & set(sys.modules)
+from ptq import Checkpoint, Engine, SamplingParams
+Engine.from_pretrained("{ROOT}/recipes/tiny-python")
+assert not {{"torch._dynamo", "transformers.activations", "pandas"}} & set(sys.modules)
+from transformers.utils.type_validators import ACT2FN
+assert "silu" in ACT2FN and "cosine" not in ACT2FN
+assert list(ACT2FN) == list(sys.modules["transformers.activations"].ACT2FN)
+from ptq import quantize
 print(Engine.__module__, quantize.__module__, SamplingParams().max_tokens, Checkpoint.__name__)
 """
     assert fresh(code) == "inference.engine ptq.api 128 Checkpoint\n"

@@ -145,10 +145,7 @@ def sent(body: dict):
 
 @pytest.mark.parametrize(
     ("choice", "names"),
-    [
-        ("required", ["add", "find"]),
-        ({"type": "function", "function": {"name": "find"}}, ["find"]),
-    ],
+    [("required", ["add", "find"]), ({"type": "function", "function": {"name": "find"}}, ["find"])],
 )
 def test_a_required_call_is_constrained(choice, names):
     constraint = sent({"tool_choice": choice}).params.constraint

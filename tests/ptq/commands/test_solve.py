@@ -218,14 +218,8 @@ def test_what_needs_samples_is_refused_all_at_once(seen, tiny_llama, tmp_path):
         solve(plan, seen, progress=False)
     assert "give alpha a number, such as --set methods.0.smoothquant.alpha=0.5" in str(caught.value)
     assert "refine runs samples" in str(caught.value)
-    row = {
-        "method": "smoothquant",
-        "source": "s",
-        "consumers": (),
-        "error": None,
-        "scale_min": 1,
-        "scale_max": 1,
-    }
+    row = {"method": "smoothquant", "source": "s", "consumers": (), "error": None}
+    row |= {"scale_min": 1, "scale_max": 1}
     rows = [SmoothingRow(**row, alpha=alpha, candidates=()) for alpha in (1.0, None, 0.5, 0.85)]
     record = seen.record.model_copy(update={"smoothing": tuple(rows)})
     with pytest.raises(RecipeError, match=r"alpha=0\.85 \(the middle of those found\)"):
