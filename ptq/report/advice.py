@@ -25,9 +25,9 @@ from formats.scheme import SUPER_BLOCK, Scheme
 from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe
-from ptq.recipe.strict_yaml import override_value, parse
+from ptq.recipe.strict_yaml import override_value
 from ptq.report.attribution import Attribution
-from ptq.report.data import ReportData, method_names
+from ptq.report.data import ReportData, method_names, recipe_values
 from ptq.report.known import Known, known_figures
 
 CLEARLY = 0.8  # of a loss; what loses more is no help
@@ -164,7 +164,7 @@ def _kept(mine: Bits, other: Bits) -> str:
 
 def own_bits(data: ReportData) -> Bits:
     """What a run's scheme stores."""
-    scheme = Scheme.model_validate_json(json.dumps(parse(data.recipe).data["scheme"]))
+    scheme = Scheme.model_validate_json(json.dumps(recipe_values(data.recipe)["scheme"]))
     return bits_of(scheme.fitted(most_inputs(data)))
 
 
@@ -250,7 +250,7 @@ def _in_float(data: ReportData) -> str:
 def _command(data: ReportData, recipe: str) -> str:
     """A shipped recipe on the same model and data, as a command to paste."""
     words = ["ptq", "run", recipe]
-    own = parse(data.recipe).data
+    own = recipe_values(data.recipe)
     if own["model"]["path"] != str(ROOT / "recipes" / "tiny-python"):
         words += _settings("model", own["model"], {})
     defaults = DatasetSpec().model_dump(mode="json")

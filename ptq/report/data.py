@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib.metadata import version as version_of
 from pathlib import Path
 
@@ -219,9 +220,15 @@ def check_known(known: Known, accuracy: Accuracy, noise: float = 0.0) -> Check:
     return Check(name="kl", measured=accuracy.kl_mean, limit=limit, upper=True, holds=holds)
 
 
+@lru_cache(1)
+def recipe_values(recipe: str) -> dict:
+    """What a resolved recipe says, which a report looks up again and again."""
+    return parse(recipe).data
+
+
 def method_names(recipe: str) -> str:
     """The methods of a resolved recipe."""
-    methods = parse(recipe).data.get("methods", [])
+    methods = recipe_values(recipe).get("methods", [])
     return ", ".join(next(iter(method)) for method in methods) or "none"
 
 
