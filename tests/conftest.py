@@ -94,8 +94,9 @@ def tokenized_once():
 
 @pytest.fixture
 def unpictured(monkeypatch) -> None:
-    """Reports without their pictures, a second each, where a test is not about what they show."""
+    """Reports and certificates without pictures, a second each, which a test is not about."""
     monkeypatch.setattr("ptq.report.report.draw_plots", lambda data: {})
+    monkeypatch.setattr("ptq.certify.page.drawn", lambda sections: {})
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ from ptq.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+IN_CI = os.environ.get("CI") == "true"
 SMALLER = [  # the cases that show that a recipe runs, not how accurate it is
     word
     for split in ("calibration", "evaluation")
-    for setting in ("samples=8", "sequence_length=256")
+    for setting in (f"samples={8 if IN_CI else 3}", "sequence_length=256")
     for word in ("--set", f"dataset.{split}.{setting}")
 ]
 # What they have of schemes and methods, others have; `test_solve.py` runs them all.
@@ -34,8 +35,6 @@ CASES = [
     if name not in ("a8w8c8", "a8w8c8_unsmoothed")
 ]
 SHORTEST = {"search_samples": 1, "iterations": 4}  # of a method's settings, where it has them
-
-UNTIMED = ["--set", "report.speed=false"]
 PICTURED = {"a8w8", "a8w8c8_dynamic_down", "w4_best"}  # all sections; the CI draws those of all
 
 
@@ -47,7 +46,7 @@ def small_runs(tmp_path_factory):
     def run(name: str) -> tuple[str, dict, Path]:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            more = [] if name == "a8w8" else [*UNTIMED]
+            more = [] if name == "a8w8" else ["--set", "report.speed=false"]
             recipe, printed = ROOT / "recipes" / f"{name}.yaml", io.StringIO()
             for i, method in enumerate(load_recipe(recipe).methods):
                 for setting, least in SHORTEST.items():
@@ -58,7 +57,7 @@ def small_runs(tmp_path_factory):
                 contextlib.redirect_stdout(printed),
                 pytest.MonkeyPatch.context() as patch,
             ):
-                if name not in PICTURED and os.environ.get("CI") != "true":
+                if name not in PICTURED and not IN_CI:
                     patch.setattr("ptq.report.report.draw_plots", lambda data: {})
                     more += ["--set", "report.attribution=false"]
                 assert main([str(recipe), *SMALLER, *more]) in (0, 1)

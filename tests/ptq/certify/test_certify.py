@@ -137,6 +137,7 @@ def test_the_command_certifies_inspect_tells_and_verify_compares(certified, copi
     assert f"{weights.name} changed since they were certified" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("unpictured")
 def test_sums_of_no_fixed_order_are_certified_and_not_verified(
     checkpoint, tmp_path, monkeypatch, capsys, caplog
 ):
@@ -157,6 +158,7 @@ def test_sums_of_no_fixed_order_are_certified_and_not_verified(
         command.main([folder, "--verify"])
 
 
+@pytest.mark.usefixtures("unpictured")
 def test_a_second_certificate_takes_the_place_of_the_first(copied, tmp_path):
     folder = copied
     prompts = tmp_path / "prompts.jsonl"
