@@ -3,8 +3,9 @@
 import gc
 import os
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers would wait for each other
-    os.environ["OMP_NUM_THREADS"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads of several workers would wait for each other
+    gc.disable()  # until all is collected
 
 from array import array
 from hashlib import sha256
@@ -52,6 +53,7 @@ def pytest_collection_finish() -> None:
     """What was imported and collected stays: no collection of garbage looks at it again."""
     gc.freeze()
     gc.set_threshold(10_000)
+    gc.enable()
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:

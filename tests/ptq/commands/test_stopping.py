@@ -98,15 +98,8 @@ def test_another_run_says_what_differs_and_starts_over(here, capsys, monkeypatch
         _stop_at(patch, 3, KeyboardInterrupt())
         assert run_command(run.main, ["r.yaml"]) == 130
     capsys.readouterr()
-    other = [
-        "r.yaml",
-        "--set",
-        "methods.0.smoothquant.alpha=1",
-        "--set",
-        "dataset.calibration.seed=1",
-        "--set",
-        "report.thresholds.kl=1",
-    ]
+    other = ["r.yaml", "--set", "methods.0.smoothquant.alpha=1"]
+    other += ["--set", "dataset.calibration.seed=1", "--set", "report.thresholds.kl=1"]
     assert run_command(run.main, other) == 0
     told = capsys.readouterr().err
     assert "out: an earlier run was stopped after 2 of 4 blocks, but other than this one" in told
