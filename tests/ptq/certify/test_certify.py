@@ -158,8 +158,7 @@ def test_sums_of_no_fixed_order_are_certified_and_not_verified(
         command.main([folder, "--verify"])
 
 
-@pytest.mark.usefixtures("unpictured")
-def test_a_second_certificate_takes_the_place_of_the_first(copied, tmp_path):
+def test_a_second_certificate_takes_the_place_of_the_first(copied, tmp_path, unpictured):
     folder = copied
     prompts = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"text": f"def f{i}(a):\n    return a + {i}\n" * 20}) for i in range(30)]

@@ -26,6 +26,12 @@ from tests.adapters import write_adapter
 MODEL = shipped_paths()["w4_gptq"].parent / "tiny-python"
 
 
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Tasks make no more items than are asked for here."""
+    monkeypatch.setattr(local_tasks, "ITEMS", 20)
+
+
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine.from_pretrained(MODEL, config=EngineConfig(max_batch_size=8))
