@@ -6,7 +6,6 @@ own in attention (`kernels.triton.attention.invariant`), and linear layers sum i
 graph or draft changes a bit.
 """
 
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import copy

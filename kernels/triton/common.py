@@ -5,8 +5,7 @@ interpreter, in which every kernel is tested on a CPU, has none, and takes the p
 beside it, which compute the same function.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Iterator

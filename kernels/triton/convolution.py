@@ -3,9 +3,7 @@
 Each channel's last few inputs are multiplied by its weights and added up.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch

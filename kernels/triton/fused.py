@@ -19,9 +19,7 @@ a view with strides (1, rows). Devices before Ada have no e4m3; its bits are mad
 arithmetic.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch

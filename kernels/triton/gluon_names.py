@@ -1,6 +1,6 @@
 """What kernels in Gluon share: names that changed between Triton 3.6 and 3.9, and how they wait."""
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any

@@ -20,9 +20,7 @@ state exp(G_16) S_0 + (exp(G_16 - G) K)^T U. As A is strictly lower triangular o
 (1 + A)^-1 = (1 - A) (1 + A^2) (1 + A^4) (1 + A^8).
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 from __future__ import annotations
 
 from dataclasses import dataclass

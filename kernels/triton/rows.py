@@ -3,9 +3,8 @@
 See `kernels.triton.fused`, whose ops all end so.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 from __future__ import annotations
 
 import torch

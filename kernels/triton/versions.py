@@ -5,7 +5,7 @@ for Hopper are written, is experimental: `kernels.triton.gluon_names` binds the 
 Where a Triton newer than those tested refuses a Gluon kernel, its plain twin runs (`run_gluon`).
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import warnings

@@ -9,9 +9,7 @@ A byte of int4 holds channels i and i + D / 2 of a token, which lie in the same 
 of its head: both halves are quantized and joined.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
 import triton

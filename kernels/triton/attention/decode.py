@@ -16,9 +16,8 @@ for a row of length 0, the result is 0. An 8-bit result is quantized where it is
 `kernels.triton.attention.decode_hopper` does the same faster for 8 and 4 bits and D = 128.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -21,9 +21,8 @@ The kernel of `kernels.triton.attention.decode`, whose launcher chooses, is the 
 takes what this one does not. The results of the two differ by the rounding of fp32 sums.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
 from functools import cache

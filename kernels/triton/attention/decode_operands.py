@@ -3,9 +3,8 @@
 Part of `kernels.triton.attention.decode_hopper`, which says why it is so.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -3,9 +3,8 @@
 Part of `kernels.triton.attention.decode_hopper`.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -11,9 +11,8 @@ the high ones, and tensor cores multiply those exactly. So five instructions mak
 without a conversion; units and the eights are made good once, in sums (`LOW_UNIT`, `HIGH_UNIT`).
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 from __future__ import annotations
 
 import torch

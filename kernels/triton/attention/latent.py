@@ -17,9 +17,8 @@ Decode has one query a sequence and splits its pages into runs, which a kernel o
 Tiles of prompts are found on the device, in `query_start` (`kernels.triton.attention.prefill`).
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -12,9 +12,8 @@ the way from there to shared memory.
 The plain kernel, whose launcher chooses, is the twin, and takes what this one does not.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportAssignmentType=false
 from __future__ import annotations
 
 from typing import Any

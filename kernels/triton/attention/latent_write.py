@@ -6,9 +6,7 @@ two-halves layout), quantizes both with static scales of their channels, and wri
 in between.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch

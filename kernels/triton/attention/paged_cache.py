@@ -13,8 +13,7 @@ are: so do q and the weights of V, which are rounded to that type.
 Tiles are powers of two: of a head of another size the channels after its last one are read as 0.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import torch

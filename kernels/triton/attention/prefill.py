@@ -22,9 +22,8 @@ A sequence with one new token would leave most of a tile's rows idle. `decodes` 
 the batch, go through `decode_attention`, a launch of its own.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
 import math

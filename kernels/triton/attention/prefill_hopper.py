@@ -14,9 +14,8 @@ Of int4, a register of two numbers holds those of bytes 0 and 2 or of 1 and 3 of
 tokens of a page whose V is int4, in K as in V, lie in the order of `swapped`.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
 import torch

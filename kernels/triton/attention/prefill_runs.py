@@ -3,8 +3,7 @@
 `kernels.triton.attention.decode` does the same with rows and columns exchanged.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import triton

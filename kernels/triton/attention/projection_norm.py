@@ -4,8 +4,7 @@ Families that norm each head have it in `kernels.triton.attention.rope_cache`, w
 whole heads, not whole rows (OLMo Team 2024, arXiv 2501.00656, norm all of q and of k).
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportCallIssue=false
 from __future__ import annotations
 
 import triton

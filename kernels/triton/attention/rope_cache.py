@@ -13,9 +13,7 @@ token's head ([pages, Hkv, 64]: absmax / 127, or / 448 for e4m3; for int4 see
 `kernels.packed_cache`) and written beside it; a cache of bf16 or fp16 has none.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import math

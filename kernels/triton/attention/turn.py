@@ -5,9 +5,8 @@ has steps of 1, 2, ..., n / 2, and both halves of a head are a whole number of n
 that stay in a half. The last pairs runs of n / 2, where a head is n channels its two halves.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton

@@ -5,8 +5,7 @@ holds a few rows of a block in registers and goes through its columns; what is l
 product that carries a block's errors to the columns after it.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import torch

@@ -13,8 +13,7 @@ after the other; a lane is a row. Sums are fp32 and of one order: the same weigh
 integers. Moving values knows no anti-diagonals; there `_walk` goes tile by tile.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,6 @@
 """What rounding a weight in groups of inputs costs its outputs, in one pass over the weight."""
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch

@@ -5,8 +5,7 @@ are integers, so the order in which programs add does not matter. Counts go into
 the histogram, as many programs meet in its few full bins.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch

@@ -8,7 +8,7 @@ Calls can be captured in CUDA graphs, if all ranks capture the same; replays nee
 them. `kernels.triton.collective.choice` says which kernel runs, or NCCL.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace

@@ -11,9 +11,7 @@ so that a captured launch can be replayed. Two are enough: a peer sends its part
 when it has read those of n - 1, whose places that part takes.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 from __future__ import annotations
 

@@ -14,9 +14,7 @@ programs in the order of their numbers: all parts of the first row that is not d
 way.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
 import triton

@@ -14,9 +14,8 @@ Whoever waits gives up after `patience` nanoseconds, leaves 1 + the rank that it
 others wait for a millisecond alone.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
 # ruff: noqa: RUF005  (the compiler knows no starred tuples)
 from __future__ import annotations
 

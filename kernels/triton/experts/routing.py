@@ -10,8 +10,7 @@ arXiv 2412.19437, Eq. 12 to 16). The last term is that of an expert which every 
 there is one; without a gate it is s[t]. What is between is `kernels.triton.experts.sorting`.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch

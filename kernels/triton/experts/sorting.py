@@ -10,9 +10,7 @@ n = min(P, E) experts have some, and cut P - n more rows into at most (P - n) / 
 Programs of tiles that are not there end at once.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false
 from __future__ import annotations
 
 from dataclasses import dataclass

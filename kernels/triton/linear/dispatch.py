@@ -23,7 +23,6 @@ What no kernel takes is dequantized when it is loaded, and its quantized input w
 same numbers but for rounding to the float type, at the cost of a float model.
 """
 
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import torch

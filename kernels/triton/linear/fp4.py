@@ -11,9 +11,7 @@ Inputs that are no multiple of 128 are filled up with zeros in memory, and x is 
 On sm_90 more than some tens of rows go to `kernels.triton.linear.hopper.w4`.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 from __future__ import annotations
 
 from dataclasses import dataclass

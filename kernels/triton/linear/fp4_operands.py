@@ -14,9 +14,7 @@ are such. A product makes it a pair of floats of what the elements lack, and wei
 are exact (in fp16 from 2^-24 on, the smallest that it has).
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import torch

@@ -13,8 +13,8 @@ of a row of W are read faster. Devices before Ada have no e4m3 products: there b
 fp16 in registers, less a factor of 256 each, which is exact.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass

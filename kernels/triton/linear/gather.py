@@ -6,9 +6,7 @@ The weight is stored as its product wants it, and the place of an element follow
 of tiles is read in pieces of some bytes: little beside a step, which reads the whole head.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportArgumentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
 from typing import Literal

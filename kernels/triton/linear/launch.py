@@ -9,7 +9,6 @@ and by name OUTPUTS, ROWS, SPLITS, STAGES, BIAS, SHARE, READY, WIDE and OVERLAP
 (`kernels.triton.linear.tiles`).
 """
 
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Sequence

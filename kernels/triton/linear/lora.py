@@ -12,8 +12,7 @@ The base layer's kernel runs just ahead, and y alone is its own: where all else 
 starts, on Hopper `shrink` multiplies while it runs, and `expand` asks for its part of B.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

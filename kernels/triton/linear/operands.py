@@ -10,9 +10,8 @@ or 128 + n (bf16), from which 1024 + 8 + z or its like is taken: a zero point co
 holds 128 + n for n < 128 alone: the eighth bit of a byte chooses between -128 and -256.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false
 from __future__ import annotations
 
 import torch

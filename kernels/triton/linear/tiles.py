@@ -3,8 +3,7 @@
 The weight is the left operand, so that the tile of a sum is transposed: [OUTPUTS, ROWS].
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import triton

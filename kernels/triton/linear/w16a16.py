@@ -8,8 +8,7 @@ as many at a time as shared memory holds. The weight is the left operand (wgmma 
 x has fewer), so that the tile of the sum is transposed.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

@@ -26,8 +26,7 @@ least that can be loaded asynchronously: int32 [K / 128, N / 64, a, c / 2, 128 /
 is unit alone: 16 q are summed, and 4 bits shifted out.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass

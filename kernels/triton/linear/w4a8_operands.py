@@ -1,7 +1,6 @@
 """Packed 4-bit weights as int8 operands: 16 q, q - z, or q m; layouts are those of `w4a8`."""
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 from __future__ import annotations
 
 import triton

@@ -1,6 +1,5 @@
 """Weights of linear layers on a GPU: each is stored as its kernels want it, and runs itself."""
 
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from abc import ABC, abstractmethod

@@ -12,8 +12,7 @@ half a unit of the last place a weight; 8-bit weights keep it. Beyond `LIBRARY_R
 dequantized to a passing copy, and cuBLAS does the rest.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 

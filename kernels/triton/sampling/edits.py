@@ -5,8 +5,7 @@ own. It is edited in place, by the programs that read it first anyway: a row tha
 three words more.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from dataclasses import dataclass

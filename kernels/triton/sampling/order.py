@@ -6,8 +6,7 @@ depend on their order. A cut is the largest such integer t with enough elements,
 mass, at or above it, found by bisection.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton

@@ -22,9 +22,7 @@ they are more than `HELD`, as of nearly even probabilities, every step of the bi
 row, which is slow and right.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,6 @@
 """Logits of a vocabulary with a bound: c tanh(x / c) (Gemma 2, arXiv 2408.00118, section 2)."""
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch

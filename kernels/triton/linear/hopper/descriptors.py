@@ -1,6 +1,6 @@
 """What the launches of the kernels for many rows share."""
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any

@@ -13,9 +13,8 @@ last tile. What a kernel hands around as `sizes` is
     share    of these, of a program
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 # ruff: noqa: RUF005, RUF059  (the compiler knows no starred tuples, and unpacks only whole ones)
 from __future__ import annotations
 

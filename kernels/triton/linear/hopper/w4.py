@@ -17,9 +17,8 @@ rounds may be cut into equal runs of `share` (tile, group) pairs. Of a cut tile 
 their parts, and the last to arrive adds them up, in order.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false
 # ruff: noqa: RUF005, RUF059  (the compiler knows no starred tuples, and unpacks only whole ones)
 from __future__ import annotations
 

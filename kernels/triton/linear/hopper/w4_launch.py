@@ -6,8 +6,6 @@ is faster than the kernel for few rows, under "w4a16_many", "w4a8_many" and "w4a
 else a rule does. Gluon is imported by the launch alone.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
 from __future__ import annotations
 
 from dataclasses import dataclass

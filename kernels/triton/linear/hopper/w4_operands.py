@@ -5,9 +5,8 @@ Layouts are chosen so that no value changes its thread: packed tiles as
 load, become the left operand.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportAssignmentType=false
 from __future__ import annotations
 
 import torch

@@ -8,9 +8,8 @@ the next but not when the loop is entered, or 8-bit operands that go round, make
 for every product or copy bytes.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 # ruff: noqa: RUF005, RUF059  (the compiler knows no starred tuples, and unpacks only whole ones)
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ Sums of fp8 stay in the tensor cores, which keep about 14 bits, for SEGMENT runs
 that is not 0.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportMissingImports=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 # ruff: noqa: RUF005, RUF059  (the compiler knows no starred tuples, and unpacks only whole ones)
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Gluon is imported by the launch alone.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
 from __future__ import annotations
 
 import torch
