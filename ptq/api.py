@@ -68,12 +68,7 @@ def quantize(
         CheckpointError: the model is damaged, the output exists, another process works in it, or it
             cannot be written.
     """
-    if scheme is not None and recipe is None and model is not None:
-        recipe, label = recipe_of(scheme), scheme
-    elif recipe is None or scheme is not None:
-        raise RecipeError("give a recipe, or a model and a scheme")
-    else:
-        label = str(recipe)
+    recipe, label = _chosen(recipe, model, scheme)
     if isinstance(recipe, Recipe):
         given = [x for x in (model, data, revision, adapter, *overrides) if x is not None]
         return _run(_of_python(recipe, given, output), force=force, progress=progress)
@@ -82,6 +77,21 @@ def quantize(
     settings = settings_for(model, data=data, revision=revision, adapter=adapter, given=overrides)
     loaded = read_recipe(recipe, [*settings, *output_override(output)])
     return _run(loaded, force=force, progress=progress)
+
+
+def _chosen(
+    recipe: str | Path | Recipe | None, model: str | Path | None, scheme: str | None
+) -> tuple[str | Path | Recipe, str]:
+    """The recipe, a scheme's where one is given in its place, and what an output is called by.
+
+    Raises:
+        RecipeError: neither is given, or both, or no model with a scheme, or there is no such one.
+    """
+    if scheme is not None and recipe is None and model is not None:
+        return recipe_of(scheme), scheme
+    if recipe is None or scheme is not None:
+        raise RecipeError("give a recipe, or a model and a scheme")
+    return recipe, str(recipe)
 
 
 def _run(loaded: LoadedRecipe, *, force: bool, progress: bool) -> QuantizationResult:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import pandas as pd
 from transformers import PretrainedConfig
@@ -47,10 +48,9 @@ from ptq.plan.modules import (
     shared_embedding,
 )
 from ptq.plan.preflight import check_peers
-from ptq.recipe.problems import Where
+from ptq.recipe.problems import Faults, Where
 from ptq.recipe.reading import LoadedRecipe
 from ptq.recipe.schema import Recipe
-from ptq.recipe.strict_yaml import Key
 
 DRAFTS = "of a layer that predicts further tokens, through which no sample runs"
 
@@ -198,18 +198,16 @@ def build_plan(
             devices that are not here, peers that are not installed.
     """
     where = where or Where()
-    config = preflight.read_config(checkpoint, where)
-    values = checkpoint.config
+    config, values = preflight.read_config(checkpoint, where), checkpoint.config
     recipe = preflight.with_named_head(recipe, values)
     blocks, model = block_names(values), meta_model(config)
     shapes = dict(layer_shapes(model, values))
-    names, family = by_block(shapes), find_family(values)
-    recipe = settle_keys(recipe, family, values, blocks, where)
+    recipe = settle_keys(recipe, find_family(values), values, blocks, where)
+    names, floats = by_block(shapes), seen_as_floats(checkpoint)
     bare = next((block for block in blocks if block not in names), None)
     if bare is not None:
         fault = f"{bare} has no linear layer that is known here, so that nothing of it is quantized"
         raise where.error([(preflight.MODEL, fault)])
-    floats = seen_as_floats(checkpoint)
     tensors = list(preflight.check_tensors(floats, model))
     undeclared = list(preflight.check_declared(recipe, values))
     if undeclared:
@@ -217,37 +215,15 @@ def build_plan(
     source = view_of(floats, recipe.methods)
     recipe, modules, sizes, predicting = _settled(recipe, source, blocks, shapes, names)
     quantized, wanted = _schemes(recipe, modules, predicting), _wanted(recipe)
-    groups: tuple[SmoothingGroup, ...] = ()
-    left: tuple[str, ...] = ()
-    if family is not None:
-        every = (smoothing_groups(family, b, names[b], SMOOTHING_KINDS) for b in blocks)
-        groups = tuple(chain.from_iterable(every))
-    elif wanted and not tensors:
-        groups, left = checked_groups(source, config, structure_of(values), wanted)
-    prediction = _predict(recipe, source, config, shapes, quantized, blocks, groups)
-    problems: list[tuple[Key, str]] = [
-        *tensors,
-        *preflight.check_tokenizer(checkpoint, config),
-        *preflight.check_data(recipe),
-        *preflight.check_lengths(recipe, config),
-        *preflight.check_patterns(recipe, {m.name: m.shape for m in modules}, quantized),
-        *check_modules(recipe, family, modules),
-        *check_caches(recipe, family, values, blocks),
-        *preflight.check_output(recipe, prediction.disk_bytes, force),
-        *preflight.check_gguf(recipe, checkpoint),
-        *check_devices(recipe, solves),
-        *check_peers(recipe),
-    ]
-    if problems:
-        raise where.error(problems)
-    return Plan(
+    groups, left = _smoothing(source, config, values, blocks, names, () if tensors else wanted)
+    plan = Plan(
         recipe=recipe,
         modules=modules,
         smoothing=tuple(_in_order(groups, blocks, wanted)),
         blocks=blocks,
         attentions=attention_of_blocks(values),
         model=_summary(floats, checkpoint.nbytes, blocks, modules),
-        prediction=prediction,
+        prediction=_predict(recipe, source, config, shapes, quantized, blocks, groups),
         transforms=tuple(source.describe()) if isinstance(source, FloatModelView) else (),
         left=left,
         head=head_name(values) if head_name(values) in quantized else None,
@@ -255,6 +231,43 @@ def build_plan(
         groups=sizes,
         predicting=predicting,
     )
+    problems = [*tensors, *_faults(plan, checkpoint, config, force=force, solves=solves)]
+    if problems:
+        raise where.error(problems)
+    return plan
+
+
+def _smoothing(
+    source: FloatModel,
+    config: PretrainedConfig,
+    values: Mapping[str, Any],
+    blocks: Sequence[str],
+    names: Mapping[str, list[str]],
+    wanted: Sequence[SmoothingKind],
+) -> tuple[tuple[SmoothingGroup, ...], tuple[str, ...]]:
+    """All groups that the model's family declares, or those wanted that `checked_groups` gives."""
+    family = find_family(values)
+    if family is not None:
+        every = (smoothing_groups(family, b, names[b], SMOOTHING_KINDS) for b in blocks)
+        return tuple(chain.from_iterable(every)), ()
+    return checked_groups(source, config, structure_of(values), wanted) if wanted else ((), ())
+
+
+def _faults(
+    plan: Plan, checkpoint: Checkpoint, config: PretrainedConfig, *, force: bool, solves: bool
+) -> Faults:
+    """What would stop a run of the plan, beyond tensors that the model lacks."""
+    recipe, family, linears = plan.recipe, plan.family, {m.name: m.shape for m in plan.modules}
+    yield from preflight.check_tokenizer(checkpoint, config)
+    yield from preflight.check_data(recipe)
+    yield from preflight.check_lengths(recipe, config)
+    yield from preflight.check_patterns(recipe, linears, plan.schemes)
+    yield from check_modules(recipe, family, plan.modules)
+    yield from check_caches(recipe, family, checkpoint.config, plan.blocks)
+    yield from preflight.check_output(recipe, plan.prediction.disk_bytes, force)
+    yield from preflight.check_gguf(recipe, checkpoint)
+    yield from check_devices(recipe, solves)
+    yield from check_peers(recipe)
 
 
 def _settled(

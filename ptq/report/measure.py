@@ -28,7 +28,7 @@ from ptq.evaluate import figures
 from ptq.evaluate.comparison import compare_on, engine_config, open_both, report_devices
 from ptq.evaluate.figures import TaskRow
 from ptq.output import STATISTICS_FILE
-from ptq.peers.measure import PeerRow, measure_peers
+from ptq.peers.measure import measure_peers
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
 from ptq.recipe.schema import AttributionSpec, ReportSpec, SpeedSpec
@@ -143,64 +143,52 @@ def _run_both(
     devices = report_devices(plan.recipe)
     far = _long_text(plan, sequences)
     config = engine_config(evaluation, report.speed, 0 if far is None else len(far))
+    opened = partial(open_both, (plan.recipe.model.folder, result.checkpoint), config)
     with watch.phase("loading both models"):
-        folders = plan.recipe.model.folder, result.checkpoint
-        original, quantized = open_both(folders, config, devices[0])
-    loaded = {devices[0]: (original, quantized)}
+        original, quantized = opened(devices[0])
 
-    def compared(tokens: TokenSet) -> Accuracy:
-        def load(device: str) -> tuple[Engine, Engine]:
-            return loaded.get(device) or open_both(folders, config, device)
+    def load(device: str) -> tuple[Engine, Engine]:
+        return (original, quantized) if device == devices[0] else opened(device)
 
-        return compare_on(devices, load, tokens.sequences(), progress=progress)
-
-    with watch.phase("comparison"):
-        accuracy, other = known or compared(evaluation), evaluation.also
-        also = other and AlsoMeasured(text=CalibrationSummary.of(other), accuracy=compared(other))
-        further = None
-        if far is not None:
-            further = score_long(original, quantized, far, max(map(len, sequences)))
-        states = _kept_states(quantized, sequences)
-        loaded.clear()
-    with watch.phase("speed"):
-        speed = _measure_speed(original, quantized, report.speed)
-    with watch.phase("completions"):
-        completions = complete(original, quantized, spread(sequences, report.completions))
-        drafts = measure_drafts(original, quantized, spread(sequences, DRAFTED))
-    tasks: tuple[TaskRow, ...] = ()
-    if report.tasks:
-        with watch.phase("tasks"):
-            tasks = _run_tasks(original, quantized, report, progress=progress)
-    peers: tuple[PeerRow, ...] = ()
-    if report.peers:
-        with watch.phase("other tools"):
-            calibration = load_tokens(plan.recipe.dataset, original.tokenizer, "calibration")
-            peers = measure_peers(plan.recipe, original, calibration, evaluation, progress=progress)
-    measured: dict[str, Any] = {
-        "accuracy": accuracy,
-        "also": also,
-        "further": further,
-        "states": states,
-        "speed": speed,
-        "completions": completions,
-        "drafts": drafts,
-        "tasks": tasks,
-        "peers": peers,
+    compared = partial(compare_on, devices, load, progress=progress)
+    found: dict[str, Any] = {
         "scheme": _scheme(plan, quantized.checkpoint),
         "sizes": _sizes(original, quantized),
         "kv_scales": _kv_scales(quantized.checkpoint),
     }
+    with watch.phase("comparison"):
+        found["accuracy"] = known or compared(sequences)
+        if evaluation.also is not None:
+            accuracy = compared(evaluation.also.sequences())
+            text = CalibrationSummary.of(evaluation.also)
+            found["also"] = AlsoMeasured(text=text, accuracy=accuracy)
+        if far is not None:
+            found["further"] = score_long(original, quantized, far, max(map(len, sequences)))
+        found["states"] = _kept_states(quantized, sequences)
+    with watch.phase("speed"):
+        found["speed"] = _measure_speed(original, quantized, report.speed)
+    with watch.phase("completions"):
+        found["completions"] = complete(original, quantized, spread(sequences, report.completions))
+        found["drafts"] = measure_drafts(original, quantized, spread(sequences, DRAFTED))
+    if report.tasks:
+        with watch.phase("tasks"):
+            found["tasks"] = _run_tasks(original, quantized, report, progress=progress)
+    if report.peers:
+        with watch.phase("other tools"):
+            calibration = load_tokens(plan.recipe.dataset, original.tokenizer, "calibration")
+            found["peers"] = measure_peers(
+                plan.recipe, original, calibration, evaluation, progress=progress
+            )
     if report.attribution is not None:
         with watch.phase("attribution"):
             chosen = attributed(sequences, report.attribution)
             expected = references(original, chosen)
-            same = is_the_original(plan)
-            unrounded = original if same else None
+            unrounded = original if is_the_original(plan) else None
             del original  # another takes its place in memory
-            measured["attribution"] = _attribution(
+            found["attribution"] = _attribution(
                 plan, unrounded, quantized, chosen, expected, progress=progress
             )
-    return measured
+    return found
 
 
 def _scheme(plan: Plan, checkpoint: Checkpoint) -> str:
