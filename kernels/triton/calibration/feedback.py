@@ -73,6 +73,42 @@ def _update(
     tl.store(x + place, tl.load(x + place, mask=real, other=0.0) - total, mask=real)
 
 
+@triton.jit
+def _round_column(
+    column, now, s, z, own, pivot, rows, row_pitch, step, steps, real,
+    LOW: tl.constexpr, HIGH: tl.constexpr, MANTISSA: tl.constexpr, LEAST: tl.constexpr,
+    MOVE: tl.constexpr,
+):  # fmt: skip
+    """(integers, errors, what P gains) of a tile's column, its elements one after the other.
+
+    Args:
+        column: The elements, or their gradient, a row a lane.
+        now: Values that are moved.
+        s, z: Scales and zero points.
+        own, pivot: C[j, j], and its products with R[i, i].
+        rows: Where R begins, `steps` rows, `row_pitch` apart.
+        step: The lanes' numbers.
+    """
+    found, blame, added = tl.zeros_like(s), tl.zeros_like(s), tl.zeros_like(s)
+    factor = tl.load(rows, mask=real, other=0.0)
+    for i in range(steps):
+        factor_ahead = tl.load(rows + (i + 1) * row_pitch, mask=real & (i + 1 < steps), other=0.0)
+        target = column
+        if MOVE:
+            target = now + tl.div_rn(column, pivot)
+        near = nearest(tl.div_rn(target, s), z, LOW, HIGH, MANTISSA, LEAST)
+        value = (near - z) * s
+        error = value - now if MOVE else tl.div_rn(target - value, pivot)
+        mine = step == i
+        found = tl.where(mine, near, found)
+        blame = tl.where(mine, error, blame)
+        e = tl.sum(tl.where(mine, error, 0.0), 0)
+        column -= e * own * factor
+        added += e * factor
+        factor = factor_ahead
+    return found, blame, added
+
+
 @triton.jit(do_not_specialize=["diagonal", "first"])
 def _walk(
     x, values, scale, zeros, spread, rows, columns, q, errors, diagonal, first, width, height,
@@ -110,26 +146,10 @@ def _walk(
         gone = tl.zeros_like(s)
         if not MOVE:
             gone = tl.load(spread + here, mask=real, other=0.0)
-        pivot = own_rows * own
-        found, blame, added = tl.zeros_like(s), tl.zeros_like(s), tl.zeros_like(s)
-        factor = tl.load(rows, mask=real, other=0.0)
-        for i in range(steps):
-            factor_ahead = tl.load(
-                rows + (i + 1) * row_pitch, mask=real & (i + 1 < steps), other=0.0
-            )
-            target = column
-            if MOVE:
-                target = now + tl.div_rn(column, pivot)
-            near = nearest(tl.div_rn(target, s), z, LOW, HIGH, MANTISSA, LEAST)
-            value = (near - z) * s
-            error = value - now if MOVE else tl.div_rn(target - value, pivot)
-            mine = step == i
-            found = tl.where(mine, near, found)
-            blame = tl.where(mine, error, blame)
-            e = tl.sum(tl.where(mine, error, 0.0), 0)
-            column -= e * own * factor
-            added += e * factor
-            factor = factor_ahead
+        found, blame, added = _round_column(
+            column, now, s, z, own, own_rows * own, rows, row_pitch, step, steps, real,
+            LOW, HIGH, MANTISSA, LEAST, MOVE,
+        )  # fmt: skip
         tl.store(q + here, found, mask=real)
         tl.store(errors + here, blame, mask=real)
         if MOVE:

@@ -71,6 +71,41 @@ def of_expert(
 
 
 @triton.jit
+def with_group(
+    acc, tiles, columns, scale, n, real, g, N,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
+    WARP: tl.constexpr,
+):  # fmt: skip
+    """A sum and the product of its g-th group of inputs.
+
+    Args:
+        tiles: Where the bytes of the first group lie.
+        columns: Where its inputs do, [GROUP, ROWS].
+        scale: Of its outputs `n`; with MULTIPLIERS where their words lie.
+        real: Rows that there are.
+    """
+    w = tl.load(tiles + g * (N * (GROUP // 2)), eviction_policy="evict_first")
+    if MULTIPLIERS:
+        s = multipliers_of(scale, g, N, MULTIPLIERS)
+    elif not EXACT:
+        s = tl.load(scale + g * N + n)
+    xt = tl.load(columns + g * GROUP, mask=real, other=0)
+    xt = as_warps_read(xt) if WARP else xt
+    if MULTIPLIERS:
+        w = multiplied_operand(w, s, WARP)
+    elif EXACT:
+        w = operand(w, 0, ZERO, WARP)
+    else:
+        w, s = operand_and_scale(w, s, ZERO, WARP)
+    if EXACT:
+        acc = tl.dot(w, xt, acc, out_dtype=tl.int32)
+    else:
+        exact = tl.dot(w, xt, out_dtype=tl.int32)
+        acc += exact.to(tl.float32) * s.to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit
 def scaled_sum(
     acc, x_scale, unit, bias, row, there, n,
     ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr, PER_ROW: tl.constexpr,
@@ -120,31 +155,16 @@ def w4a8_kernel(
     tiles = packed + tiles + tl.arange(0, 32 * GROUP)[None, :]
     columns = x + row[None, :] * K + tl.arange(0, GROUP)[:, None]  # [GROUP, ROWS], x transposed
     if MULTIPLIERS:
-        words = scale + (tile * (OUTPUTS // 4) + tl.arange(0, OUTPUTS // 4)) * MULTIPLIERS
+        scale += (tile * (OUTPUTS // 4) + tl.arange(0, OUTPUTS // 4)) * MULTIPLIERS
     wait(OVERLAP)
     announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.int32 if EXACT else tl.float32)
     for block in tl.range(first, tl.minimum(first + share, K // 128), num_stages=STAGES):
         for i in tl.static_range(128 // GROUP):
             g = block * (128 // GROUP) + i
-            w = tl.load(tiles + g * (N * (GROUP // 2)), eviction_policy="evict_first")
-            if MULTIPLIERS:
-                s = multipliers_of(words, g, N, MULTIPLIERS)
-            elif not EXACT:
-                s = tl.load(scale + g * N + n)
-            xt = tl.load(columns + g * GROUP, mask=real, other=0)
-            xt = as_warps_read(xt) if WARP else xt
-            if MULTIPLIERS:
-                w = multiplied_operand(w, s, WARP)
-            elif EXACT:
-                w = operand(w, 0, ZERO, WARP)
-            else:
-                w, s = operand_and_scale(w, s, ZERO, WARP)
-            if EXACT:
-                acc = tl.dot(w, xt, acc, out_dtype=tl.int32)
-            else:
-                exact = tl.dot(w, xt, out_dtype=tl.int32)
-                acc += exact.to(tl.float32) * s.to(tl.float32)[:, None]
+            acc = with_group(
+                acc, tiles, columns, scale, n, real, g, N, GROUP, ZERO, EXACT, MULTIPLIERS, WARP
+            )
     last = True
     if SPLITS > 1:
         acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)

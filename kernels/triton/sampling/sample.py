@@ -67,6 +67,39 @@ def noisy(x, i, seed, step):
 
 
 @triton.jit
+def bound_of(
+    largest, tops, sums, p, top, by_count, top_k, top_p, floor,
+    logits, V, temperature, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What no kept element of a row is below.
+
+    Args:
+        largest: Of each group of neighbours.
+        tops: Of each chunk.
+        sums: Where the masses of chunks are kept, each beside its largest.
+        p: Numbers of chunks, of which there are PARTS.
+        top: The largest of all.
+        by_count: Whether top_k cuts.
+    """
+    most = value_of(top)
+    masses = mass_of(largest, most)
+    count, mass = at_least(largest, masses, LOWEST + 1)
+    whole = tl.load(sums + p, mask=p < PARTS, other=0, cache_modifier=".cg")
+    whole = tl.sum(whole.to(tl.float32) * (mass_of(tops, most).to(tl.float32) / ONE), 0)
+    # Somewhat more than the share, since the sum is rounded here.
+    target = tl.where(by_count, top_k.to(tl.int64), (whole * top_p * 1.0001).to(tl.int64))
+    bound = top * 0 + LOWEST
+    if not (by_count | (top_p < 1.0)):
+        bound = least_of(most + floor)
+    elif tl.where(by_count, count, mass) >= target:
+        bound, _, _ = cut(
+            largest, masses, True, bound, top + 1, count, mass, target, not by_count,
+            logits, V, temperature, most, CHUNK,
+        )  # fmt: skip
+    return bound
+
+
+@triton.jit
 def scan_kernel(
     logits, temperatures, top_ks, top_ps, floors, seeds, steps, out, state, arrivals, V, size,
     ids, values, masks, lists, starts, ends, mask_rows,
@@ -112,21 +145,10 @@ def scan_kernel(
             j = tl.arange(0, HELD)
             real = j < PARTS * (CHUNK // GROUP)
             largest = tl.load(groups + j, mask=real, other=LOWEST, cache_modifier=".cg")
-            most = value_of(top)
-            masses = mass_of(largest, most)
-            count, mass = at_least(largest, masses, LOWEST + 1)
-            whole = tl.load(sums + p, mask=p < PARTS, other=0, cache_modifier=".cg")
-            whole = tl.sum(whole.to(tl.float32) * (mass_of(each, most).to(tl.float32) / ONE), 0)
-            # Somewhat more than the share, since the sum is rounded here.
-            target = tl.where(by_count, top_k.to(tl.int64), (whole * top_p * 1.0001).to(tl.int64))
-            bound = top * 0 + LOWEST
-            if not (by_count | (top_p < 1.0)):
-                bound = least_of(most + floor)
-            elif tl.where(by_count, count, mass) >= target:
-                bound, _, _ = cut(
-                    largest, masses, True, bound, top + 1, count, mass, target, not by_count,
-                    logits, V, temperature, most, CHUNK,
-                )  # fmt: skip
+            bound = bound_of(
+                largest, each, sums, p, top, by_count, top_k, top_p, floor,
+                logits, V, temperature, PARTS, CHUNK,
+            )  # fmt: skip
             tl.store(own + TOP, top)
             tl.store(own + BOUND, bound)
             tl.store(own + COUNT, 0)
@@ -154,6 +176,25 @@ def best_of_row(line, low, seed, step, V, temperature, PARTS: tl.constexpr, CHUN
         elements = tl.where(i < V, order(x, i), LOWEST)
         best = tl.maximum(best, best_of(elements, low, seed, step))
     return best
+
+
+@triton.jit
+def cut_twice(
+    few, masses, held, low, top, count, mass, total, by_count, top_k, top_p,
+    line, V, temperature, most, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Where top_k, then top_p cut `count` elements from `low` up, which have `mass` of `total`."""
+    for turn in range(2):
+        by_mass = turn == 1
+        wanted = (by_mass & (top_p < 1.0)) | (by_count & (turn == 0))
+        if wanted:
+            share = share_of(tl.where(by_count, mass, total), top_p)
+            low, count, mass = cut(
+                few, masses, held, low, top + 1, count, mass,
+                tl.where(by_mass, share, top_k.to(tl.int64)), by_mass,
+                line, V, temperature, most, CHUNK,
+            )  # fmt: skip
+    return low
 
 
 @triton.jit
@@ -201,16 +242,10 @@ def draw_kernel(
             there = j < tl.where(held, count, 0)
             few = tl.load(candidates + j, mask=there, other=LOWEST, cache_modifier=".cg")
             few_masses = mass_of(few, most)
-            for turn in range(2):  # top_k, then top_p
-                by_mass = turn == 1
-                wanted = (by_mass & (top_p < 1.0)) | (by_count & (turn == 0))
-                if wanted:
-                    share = share_of(tl.where(by_count, mass, total), top_p)
-                    low, count, mass = cut(
-                        few, few_masses, held, low, top + 1, count, mass,
-                        tl.where(by_mass, share, top_k.to(tl.int64)), by_mass,
-                        line, V, temperature, most, CHUNK,
-                    )  # fmt: skip
+            low = cut_twice(
+                few, few_masses, held, low, top, count, mass, total, by_count, top_k, top_p,
+                line, V, temperature, most, CHUNK,
+            )  # fmt: skip
             low = tl.maximum(low, least_of(most + floor))
             seed, step = tl.load(seeds + row), tl.load(steps + row)
             if held:
@@ -273,6 +308,14 @@ def sample(
     if edits is not None:
         edits.check(rows, vocabulary)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    each = (logits, temperature, top_k, top_p, log_min_p, seeds, steps, out)
+    _launch(each, workspace, edits)
+    return out
+
+
+def _launch(each: tuple[Tensor, ...], workspace: Workspace, edits: Edits | None) -> None:
+    """Run the kernels on what `sample` has checked, as many rows at once as the workspace holds."""
+    (rows, vocabulary), out = each[0].shape, each[-1]
     parts = triton.cdiv(vocabulary, CHUNK)
     span = triton.next_power_of_2(parts)
     size = HEAD.value + 2 * span + HELD
@@ -284,7 +327,6 @@ def sample(
         "enable_fp_fusion": True,
     }  # fmt: skip
     for start in range(0, rows, most):
-        each = (logits, temperature, top_k, top_p, log_min_p, seeds, steps, out)
         own = [t[start : start + most] for t in each]
         own += [workspace.parts.view(torch.int64), workspace.arrivals, vocabulary, size]
         listed = (out,) * 7 if edits is None else edits.rows(start, start + most)
@@ -294,4 +336,3 @@ def sample(
             EDITS=edits is not None, LISTED=LISTED, WORDS=triton.cdiv(vocabulary, 32), **shape,
         )  # fmt: skip
         draw_kernel[grid](*own, **shape)
-    return out
