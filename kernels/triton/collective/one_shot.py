@@ -61,18 +61,11 @@ def held_like(h, other):
 
 
 @triton.jit
-def sum_of_ranks(
+def sum_side_by_side(
     mine, words, place, step, j, grains, epoch, fault, patience,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORDS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a row from all ranks, added in their order.
-
-    Args:
-        mine: This rank's words of grains.
-        words: Pointer to the words that peers have written here.
-        place: Of the row in the first rank's.
-        step: From a rank's to the next one's.
-    """
+    """The parts of a row from all ranks, those of several looked for at once."""
     sums = ()
     STEP: tl.constexpr = AT_ONCE // WORDS
     for first in tl.static_range(0, WORLD, STEP):
@@ -111,6 +104,48 @@ def sum_one_by_one(
         found = peek(own, j, grains, epoch, WORDS)
         total += together(receive(found, own, j, grains, epoch, fault, patience, p, WORDS))
     return total
+
+
+@triton.jit
+def sum_of_ranks(
+    mine, words, place, step, j, grains, epoch, fault, patience, RANK: tl.constexpr,
+    WORLD: tl.constexpr, WORDS: tl.constexpr, TYPE: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """The parts of a row from all ranks, added in their order.
+
+    Args:
+        mine: This rank's words of grains.
+        words: Pointer to the words that peers have written here, and with ALL this rank, too.
+        place: Of the row in the first rank's.
+        step: From a rank's to the next one's.
+    """
+    if ALL:
+        h = sum_one_by_one(words, place, step, j, grains, epoch, fault, patience, WORLD, WORDS)
+    else:
+        h = sum_side_by_side(
+            mine, words, place, step, j, grains, epoch, fault, patience, RANK, WORLD, WORDS, TYPE
+        )
+    return h
+
+
+@triton.jit
+def store_sum(
+    h, own, before, w, row, i, real, totals, outs, scales, scale, eps, pitch, SIZE,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Store what `kernels.triton.fused.add_rms_norm` makes of a sum, in the memory of each rank of
+    `totals`, `outs` and `scales`; the latter two are None where they are nobody's."""
+    rounded = added(tl.where(real, h, 0.0), own, before, eps, SIZE, totals[0].dtype.element_ty)
+    for p in tl.static_range(len(totals)):
+        tl.store(totals[p] + row * SIZE + i, rounded, mask=real)
+    if outs is not None:
+        y, bad = normed(rounded.to(tl.float32), w, eps, SIZE)
+        for p in tl.static_range(len(outs)):
+            own_scales = None if scales is None else scales[p]
+            store_row(
+                y, row, 0, i, real, outs[p], own_scales, scale, None, bad, pitch, SIZE, STATIC,
+                GROUP, BITS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pitch", "patience"])
@@ -160,24 +195,16 @@ def one_shot_kernel(
     if residual is not None and not READY:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
     patience = patience.to(tl.int64) * 1000
-    if ALL:
-        h = sum_one_by_one(
-            words[RANK], place, step, j, grains, epoch, fault, patience, WORLD, WORDS
-        )
-    else:
-        h = sum_of_ranks(
-            mine, words[RANK], place, step, j, grains, epoch, fault, patience,
-            RANK, WORLD, WORDS, TYPE,
-        )  # fmt: skip
+    h = sum_of_ranks(
+        mine, words[RANK], place, step, j, grains, epoch, fault, patience,
+        RANK, WORLD, WORDS, TYPE, ALL,
+    )  # fmt: skip
     if w_scale is not None:
         h = scaled(h, sx, sw, b, FLOAT)
     if after is not None:
         h = held_like(h, before.to(tl.float32))
-    rounded = added(tl.where(real, h, 0.0), own, before, eps, SIZE, FLOAT)
-    tl.store(total + row * SIZE + i, rounded, mask=real)
-    if out is not None:
-        y, bad = normed(rounded.to(tl.float32), w, eps, SIZE)
-        store_row(
-            y, row, 0, i, real, out, scales, scale, None, bad, pitch, SIZE, STATIC, GROUP, BITS
-        )
+    store_sum(
+        h, own, before, w, row, i, real, (total,), None if out is None else (out,), (scales,),
+        scale, eps, pitch, SIZE, STATIC, GROUP, BITS,
+    )  # fmt: skip
     count(epochs + row, epoch)

@@ -20,11 +20,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.collective.one_shot import of_row, scaled
+from kernels.triton.collective.one_shot import of_row, scaled, store_sum
 from kernels.triton.collective.words import PARTS, RESULTS, await_flag, count, fence, raise_flag
 from kernels.triton.common import announce, wait
-from kernels.triton.fused import added, normed
-from kernels.triton.rows import store_row
 
 FLAGS = tl.constexpr(1024)  # results that are waited for at once
 
@@ -124,18 +122,10 @@ def two_shot_kernel(
         sx = tl.load(x_scale + row * PER_ROW)
         sw, b = of_row(w_scale, i, real), None if bias is None else of_row(bias, i, real)
         h = scaled(h, sx, sw, b, FLOAT)
-    rounded = added(tl.where(real, h, 0.0), own, before, eps, SIZE, FLOAT)
-    for p in tl.static_range(WORLD):
-        if WHOLE or p == RANK:
-            tl.store(totals[p] + row * SIZE + i, rounded, mask=real)
-    if outs is not None:
-        y, bad = normed(rounded.to(tl.float32), w, eps, SIZE)
-        for p in tl.static_range(WORLD):
-            own_scales = None if scales is None else scales[p]
-            store_row(
-                y, row, 0, i, real, outs[p], own_scales, scale, None, bad, pitch, SIZE, STATIC,
-                GROUP, BITS,
-            )  # fmt: skip
+    store_sum(
+        h, own, before, w, row, i, real, totals if WHOLE else (totals[RANK],), outs, scales, scale,
+        eps, pitch, SIZE, STATIC, GROUP, BITS,
+    )  # fmt: skip
     fence(epoch)
     for p in tl.static_range(WORLD):
         if p != RANK:
