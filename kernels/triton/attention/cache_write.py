@@ -21,13 +21,17 @@ from kernels.triton.common import quantize, token_scale
 
 @triton.jit
 def write_keys(
-    a, b, head, slot, written, position, k_pages, k_scale, k_offset, k_feedback, sink_k,
+    a, b, head, token, slot, positions, T, k_pages, k_scale, k_offset, k_feedback, sink_k,
     HEADS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Quantize both halves of rotated keys and put them in rows; `rope_cache.halves` gives them.
 
     Those at the first SINKS positions of a sequence are stored as floats, too.
     """
+    written = slot >= 0
+    slot = tl.where(written, slot, 0)
+    if SINKS > 0:
+        position = tl.load(positions + token, mask=token < T, other=SINKS).to(tl.int64)
     TYPE: tl.constexpr = k_pages.dtype.element_ty
     half: tl.constexpr = DIM // 2
     WHOLE: tl.constexpr = a.shape[2] == half

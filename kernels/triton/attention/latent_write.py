@@ -101,9 +101,27 @@ def latent_write(
     Raises:
         ValueError: a shape or type does not fit.
     """
-    check_latents(pool)
+    _check(q, cached, norm, cos, sin, positions, pool, slots)
     rank, turn = pool.v.shape[3], pool.k.shape[3]
     tokens, heads, size = q.shape
+    out = torch.empty((tokens, heads, turn), dtype=q.dtype, device=q.device)
+    if tokens:
+        latent_write_kernel[(tokens, 2)](
+            q, cached, cos, sin, positions, norm, eps, out, pool.k, pool.v, slots, pool.k_scale,
+            pool.v_scale, q.stride(0), cached.stride(0), HEADS=heads,
+            PADDED=triton.next_power_of_2(heads), PLAIN=size - turn, TURN=turn,
+            HALF=triton.next_power_of_2(turn // 2), RANK=rank, WIDE=triton.next_power_of_2(rank),
+            SCALED=pool.v_scale is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
+            **overlap(tokens <= EARLY_ROWS),
+        )  # fmt: skip
+    return out
+
+
+def _check(q, cached, norm, cos, sin, positions, pool, slots) -> None:
+    """Raise ValueError where what `latent_write` takes does not fit."""
+    check_latents(pool)
+    rank, turn = pool.v.shape[3], pool.k.shape[3]
+    tokens, _, size = q.shape
     require(
         q.stride()[1:] == (size, 1) and cached.stride(1) == 1,
         f"q has strides {q.stride()}, cached {cached.stride()}; needed are whole rows",
@@ -121,14 +139,3 @@ def latent_write(
         positions.shape == slots.shape == (tokens,),
         f"{len(positions)} positions and {len(slots)} slots for {tokens} tokens",
     )
-    out = torch.empty((tokens, heads, turn), dtype=q.dtype, device=q.device)
-    if tokens:
-        latent_write_kernel[(tokens, 2)](
-            q, cached, cos, sin, positions, norm, eps, out, pool.k, pool.v, slots, pool.k_scale,
-            pool.v_scale, q.stride(0), cached.stride(0), HEADS=heads,
-            PADDED=triton.next_power_of_2(heads), PLAIN=size - turn, TURN=turn,
-            HALF=triton.next_power_of_2(turn // 2), RANK=rank, WIDE=triton.next_power_of_2(rank),
-            SCALED=pool.v_scale is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
-            **overlap(tokens <= EARLY_ROWS),
-        )  # fmt: skip
-    return out

@@ -38,10 +38,14 @@ FEW = 256  # tokens up to which programs are kept small
 
 
 @triton.jit
-def halves(x, weight, eps, cos, sin, place, real, DIM: tl.constexpr, NORM: tl.constexpr):
+def halves(
+    x, weight, eps, cos, sin, growth, place, real,
+    DIM: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
     """Both halves of normed, rotated rows, fp32 [tokens, heads, HALF], from x + place.
 
-    HALF is DIM / 2 rounded up to a power of two; there are zeros after each half.
+    They are multiplied by `growth` unless it is None, and turned where TURN says so. HALF is
+    DIM / 2 rounded up to a power of two; there are zeros after each half.
     """
     half: tl.constexpr = DIM // 2
     WHOLE: tl.constexpr = cos.shape[2] == half
@@ -53,7 +57,12 @@ def halves(x, weight, eps, cos, sin, place, real, DIM: tl.constexpr, NORM: tl.co
         one = (1.0 / tl.sqrt_rn(mean + eps))[:, :, None]
         a = a * one * load_channels(weight + i, i < half, WHOLE).to(tl.float32)
         b = b * one * load_channels(weight + half + i, i < half, WHOLE).to(tl.float32)
-    return a * cos - b * sin, b * cos + a * sin
+    a, b = a * cos - b * sin, b * cos + a * sin
+    if growth is not None:
+        a, b = a * growth, b * growth
+    if TURN > 1:
+        a, b = turned(a, b, DIM, TURN)
+    return a, b
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -87,8 +96,7 @@ def rope_write_kernel(
     token = (tl.program_id(0) // GROUPS * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     start = tl.program_id(0) % GROUPS * PER
     head = start + tl.arange(0, PER)
-    real = (token < T)[:, None, None]
-    row = token
+    row, real = token, (token < T)[:, None, None]
     if TABLES:
         row = tl.load(positions + token, mask=token < T, other=0).to(tl.int64)
     i = tl.arange(0, WIDE // 2)[None, None, :]
@@ -98,33 +106,24 @@ def rope_write_kernel(
     c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
     if growth is not None:
-        grown = tl.load(growth + row, mask=token < T, other=1.0)[:, None, None]
+        growth = tl.load(growth + row, mask=token < T, other=1.0)[:, None, None]
     slot = tl.load(slots + token, mask=token < T, other=-1).to(tl.int64)
     if METADATA_READY:
         wait(OVERLAP)
         announce(OVERLAP)
     if start < Q_HEADS:
         h = head[None, :, None]
-        a, b = halves(q, q_norm, eps, c, s, t * q_pitch + h * DIM + i, real, DIM, NORM)
-        if growth is not None:
-            a, b = a * grown, b * grown
-        if TURN > 1:
-            a, b = turned(a, b, DIM, TURN)
+        from_q = t * q_pitch + h * DIM + i
+        a, b = halves(q, q_norm, eps, c, s, growth, from_q, real, DIM, NORM, TURN)
         cells = out + (t * Q_HEADS + h) * DIM + i
         tl.store(cells, a.to(out.dtype.element_ty), mask=real)
         tl.store(cells + DIM // 2, b.to(out.dtype.element_ty), mask=real)
     else:
         own = head - Q_HEADS
         from_k = t * k_pitch + own[None, :, None] * DIM + i
-        a, b = halves(k, k_norm, eps, c, s, from_k, real, DIM, NORM)
-        if TURN > 1:
-            a, b = turned(a, b, DIM, TURN)
-        written = slot >= 0
-        slot, position = tl.where(written, slot, 0), token
-        if SINKS > 0:
-            position = tl.load(places + token, mask=token < T, other=SINKS).to(tl.int64)
+        a, b = halves(k, k_norm, eps, c, s, None, from_k, real, DIM, NORM, TURN)
         write_keys(
-            a, b, own, slot, written, position, k_pages, k_scale, k_offset, k_feedback, sink_k,
+            a, b, own, token, slot, places, T, k_pages, k_scale, k_offset, k_feedback, sink_k,
             HEADS, DIM, SCALES, SINKS,
         )  # fmt: skip
 
@@ -177,7 +176,19 @@ def rope_write(
     Raises:
         ValueError: a shape or type does not fit.
     """
+    places = positions if places is None else places
+    turning = cos, sin, positions, growth
+    _check(q, k, v, turning, pool, slots, places, q_norm, k_norm)
+    out = torch.empty(q.shape, dtype=out_dtype or q.dtype, device=q.device)
+    if len(q):
+        _launch(q, k, v, turning, pool, slots, places, q_norm, k_norm, eps, out, metadata_ready)
+    return out
+
+
+def _check(q, k, v, turning, pool, slots, places, q_norm, k_norm) -> None:
+    """Raise ValueError where what `rope_write` takes does not fit."""
     (tokens, q_heads, dim), heads = q.shape, pool.k.shape[1]
+    cos, sin, positions, growth = turning
     check_pages(pool)
     size = head_size(pool)
     for name, x, count in (("q", q, q_heads), ("k", k, heads), ("v", v, heads)):
@@ -190,17 +201,11 @@ def rope_write(
         )
     rows = (cos.shape[0] if positions is not None else tokens, dim)
     _check_shapes({"cos": (cos, rows), "sin": (sin, rows), "growth": (growth, rows[:1])})
-    places = positions if places is None else places
     several = {"slots": slots, "positions": positions, "places": places}
     _check_shapes({name: (x, (tokens,)) for name, x in several.items()})
     require(places is not None or pool.sink_k is None, "a cache with sink tokens needs positions")
     _check_shapes({"q_norm": (q_norm, (dim,)), "k_norm": (k_norm, (dim,))})
     require((q_norm is None) == (k_norm is None), "q_norm and k_norm come together")
-    out = torch.empty((tokens, q_heads, dim), dtype=out_dtype or q.dtype, device=q.device)
-    if tokens:
-        turning = cos, sin, positions, growth
-        _launch(q, k, v, turning, pool, slots, places, q_norm, k_norm, eps, out, metadata_ready)
-    return out
 
 
 def _check_shapes(wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
