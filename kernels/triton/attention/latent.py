@@ -72,8 +72,7 @@ def latent_kernel(
     softmax_scale, decodes, S, width, q_token, q_head,
     HEADS: tl.constexpr, OWN: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, TURN: tl.constexpr, TURN_WIDE: tl.constexpr,
-    TOKENS: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
-    PROMPTS: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKENS: tl.constexpr, SPLITS: tl.constexpr, PROMPTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (split, block of OWN heads, sequence, or with PROMPTS tile of QUERIES queries)."""
     wait(OVERLAP)
@@ -99,14 +98,9 @@ def latent_kernel(
     query, head = first + i // OWN, (block * OWN + i % OWN).to(tl.int64)
     real = (query < count) & (i < OWN * QUERIES) & (head < HEADS)
     row = (start + query).to(tl.int64)
-    inside, turning = real[:, None] & (d < RANK)[None, :], real[:, None] & (r < TURN)[None, :]
-    of_q = q + (row * q_token + head * q_head)[:, None] + d[None, :]
-    x = tl.load(of_q, mask=inside, other=0.0).to(tl.float32)
-    of_rotated = rotated + ((row * HEADS + head) * TURN)[:, None] + r[None, :]
-    y = tl.load(of_rotated, mask=turning, other=0.0).to(tl.float32)
-    if SCALED:
-        x *= tl.load(latent_scale + d, mask=d < RANK, other=0.0)[None, :]
-        y *= tl.load(key_scale + r, mask=r < TURN, other=0.0)[None, :]
+    x = load_rows(q, row * q_token + head * q_head, d, real, RANK)
+    y = load_rows(rotated, (row * HEADS + head) * TURN, r, real, TURN)
+    x, y = scaled(x, latent_scale, d, RANK), scaled(y, key_scale, r, TURN)
     x, y = x.to(OPERAND), y.to(OPERAND)  # [ROWS, WIDE], [ROWS, TURN_WIDE]
     position, factor = length - count + query, softmax_scale * LOG2_E
     m = tl.full([ROWS], LOWEST, tl.float32)
@@ -123,13 +117,7 @@ def latent_kernel(
         next_c, next_k = part_of_page(
             b + 1, b + 1 < end, table, latents, keys, t, d, r, RANK, TURN, TOKENS
         )
-        s = tl.dot(x, tl.trans(c), tl.dot(y, tl.trans(k))) * factor  # [ROWS, TOKENS]
-        s = tl.where((b * TOKENS + t)[None, :] <= position[:, None], s, HIDDEN)
-        top = tl.maximum(m, tl.max(s, 1))
-        weights, shrink = tl.exp2(s - top[:, None]), tl.exp2(m - top)
-        l = l * shrink + tl.sum(weights, 1)  # noqa: E741
-        m = top
-        acc = tl.dot(weights.to(OPERAND), c, acc * shrink[:, None])
+        m, l, acc = attend(m, l, acc, x, y, c, k, b, t, position, factor, TOKENS)  # noqa: E741
     if SPLITS > 1:
         item = sequence * tl.num_programs(1) + block
         own = parts + (item * SPLITS + split).to(tl.int64) * (ROWS * (WIDE + 2))
@@ -137,11 +125,44 @@ def latent_kernel(
         tl.store(own + ROWS * WIDE + i, m)
         tl.store(own + ROWS * WIDE + ROWS + i, l)
     else:
-        z = acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
-        if SCALED:
-            z *= tl.load(latent_scale + d, mask=d < RANK, other=0.0)[None, :]
-        cells = out + ((row * HEADS + head) * RANK)[:, None] + d[None, :]
-        tl.store(cells, z.to(out.dtype.element_ty), mask=inside)
+        store_rows(l, acc, out, row * HEADS + head, latent_scale, d, real, RANK)
+
+
+@triton.jit
+def load_rows(q, places, i, real, SIZE: tl.constexpr):
+    """Rows of queries that begin at places, in fp32."""
+    inside = real[:, None] & (i < SIZE)[None, :]
+    return tl.load(q + places[:, None] + i[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def scaled(x, scale, i, SIZE: tl.constexpr):
+    """Rows times a scale of each number, if there is one."""
+    if scale is not None:
+        x *= tl.load(scale + i, mask=i < SIZE, other=0.0)[None, :]
+    return x
+
+
+@triton.jit
+def attend(
+    m, l, acc, x, y, c, k, b, t, position, factor, TOKENS: tl.constexpr  # noqa: E741
+):  # fmt: skip
+    """(m, l, acc) of queries x and y after the b-th part's tokens t, of latents c and keys k."""
+    s = tl.dot(x, tl.trans(c), tl.dot(y, tl.trans(k))) * factor  # [ROWS, TOKENS]
+    s = tl.where((b * TOKENS + t)[None, :] <= position[:, None], s, HIDDEN)
+    top = tl.maximum(m, tl.max(s, 1))
+    weights, shrink = tl.exp2(s - top[:, None]), tl.exp2(m - top)
+    l = l * shrink + tl.sum(weights, 1)  # noqa: E741
+    return top, l, tl.dot(weights.to(c.dtype), c, acc * shrink[:, None])
+
+
+@triton.jit
+def store_rows(l, acc, out, row, scale, d, real, RANK: tl.constexpr):  # noqa: E741
+    """Divide sums by those of their weights, scale them as latents are, and store rows of `out`."""
+    z = scaled(acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None], scale, d, RANK)
+    inside = real[:, None] & (d < RANK)[None, :]
+    cells = out + (row * RANK)[:, None] + d[None, :]
+    tl.store(cells, z.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -166,7 +187,7 @@ def add_runs_kernel(
     parts, lengths, latent_scale, out,
     HEADS: tl.constexpr, OWN: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
     WIDE: tl.constexpr, SOME: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
-    SCALED: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (SOME of the channels, block of OWN heads, sequence): the sums of all its runs.
 
@@ -190,13 +211,10 @@ def add_runs_kernel(
         own = first + run * RUN
         weight = tl.exp2(tl.load(own + ROWS * WIDE + i) - top)
         acc += tl.load(own + i[:, None] * WIDE + d[None, :]) * weight[:, None]
-    z = acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
-    if SCALED:
-        z *= tl.load(latent_scale + d, mask=d < RANK, other=0.0)[None, :]
     head = block * OWN + i
-    inside = ((i < OWN) & (head < HEADS))[:, None] & (d < RANK)[None, :]
-    cells = out + ((sequence.to(tl.int64) * HEADS + head) * RANK)[:, None] + d[None, :]
-    tl.store(cells, z.to(out.dtype.element_ty), mask=inside)
+    real = (i < OWN) & (head < HEADS)
+    row = sequence.to(tl.int64) * HEADS + head
+    store_rows(l, acc, out, row, latent_scale, d, real, RANK)
 
 
 def latent_attention(
@@ -289,7 +307,7 @@ def _launch(
 
         latent_hopper.launch(grid, arguments, pool.v.dtype, **own)
 
-    shared |= {"RANK": rank, "WIDE": wide, "SCALED": pool.v_scale is not None}
+    shared |= {"RANK": rank, "WIDE": wide}
     fits = rows <= WGMMA_MOST and _by_wgmma(pool)
     if not (fits and run_gluon("attention over latents", launch)):
         latent_kernel[grid](

@@ -196,15 +196,7 @@ def attend(
         if PER_TOKEN:
             s = s * gl.expand_dims(scales.index(slot).load(gl.SliceLayout(0, S)), 0)
         mbarrier.arrive(empty.index(slot), count=1)
-        masked = p >= whole
-        if SINKS > 0:
-            masked = masked | (p == 0)
-        if masked:
-            token = p * 64 + place
-            seen = (token <= position) & (token > position - window)
-            if SINKS > 0:
-                seen = seen & (token >= SINKS)
-            s = gl.where(seen, s, HIDDEN)
+        s = hidden(s, p, whole, place, position, window, SINKS)
         top = gl.maximum(m, gl.max(s, 1) * factor)
         weights = gl.exp2(s * factor - gl.expand_dims(top, 1))
         shrink = gl.exp2(m - top)
@@ -222,12 +214,37 @@ def attend(
     share = gl.where(l > 0, unit / l, 0.0)
     y = o * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, O)), 1)
     r = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O))
+    d = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, O)), 0)
+    _, cells, real = rows_of(r, first, count, start, head, HEADS, GROUP)
+    cells = gl.expand_dims(cells, 1) + d
+    gl.store(out + cells, finish(y, out, out_scale), mask=gl.expand_dims(real, 1) & (d >= 0))
+
+
+@gluon.jit
+def hidden(s, p, whole, place, position, window, SINKS: gl.constexpr):
+    """Scores of page p, -inf where a row does not see the token at a place of it.
+
+    All rows see all of the pages before `whole`, but for sink tokens.
+    """
+    masked = p >= whole
+    if SINKS > 0:
+        masked = masked | (p == 0)
+    if masked:
+        token = p * 64 + place
+        seen = (token <= position) & (token > position - window)
+        if SINKS > 0:
+            seen = seen & (token >= SINKS)
+        s = gl.where(seen, s, HIDDEN)
+    return s
+
+
+@gluon.jit
+def rows_of(r, first, count, start, head, HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Of rows r of a tile: (query, where it begins in `q` and in `out`, whether there is one)."""
     query = first + r // GROUP
     real = (query < count) & (r < ROWS // GROUP * GROUP)
     cells = ((start + query).to(gl.int64) * HEADS + head) * GROUP + r % GROUP
-    d = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, O)), 0)
-    cells = gl.expand_dims(cells, 1) * 128 + d
-    gl.store(out + cells, finish(y, out, out_scale), mask=gl.expand_dims(real, 1) & (d >= 0))
+    return query, cells * 128, real
 
 
 @gluon.jit
@@ -243,10 +260,8 @@ def with_sinks(
     ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     r = half * 64 + gl.arange(0, 64, layout=ROW)
     d = gl.arange(0, 128, layout=gl.SliceLayout(0, o.type.layout))
-    query = first + r // GROUP
-    cells = ((start + query).to(gl.int64) * HEADS + head) * GROUP + r % GROUP
-    real = gl.expand_dims((query < count) & (r < ROWS // GROUP * GROUP), 1)
-    cells = gl.expand_dims(cells, 1) * 128 + gl.expand_dims(d, 0)
+    query, cells, real = rows_of(r, first, count, start, head, HEADS, GROUP)
+    cells, real = gl.expand_dims(cells, 1) + gl.expand_dims(d, 0), gl.expand_dims(real, 1)
     x = gl.load(q + cells, mask=real & (cells >= 0), other=0.0).to(gl.float32)
     m = gl.full([64], LOWEST, gl.float32, layout=ROW)
     l = gl.full([64], 0.0, gl.float32, layout=ROW)  # noqa: E741
@@ -274,10 +289,9 @@ def load_queries(
     d = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, BYTES)), 0)
     for half in gl.static_range(2):
         r = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, BYTES))
-        query = first + r // GROUP
-        cells = ((start + query).to(gl.int64) * HEADS + head) * GROUP + r % GROUP
-        real = gl.expand_dims((query < count) & (r < ROWS // GROUP * GROUP), 1) & (d >= 0)
-        x = gl.load(q + gl.expand_dims(cells, 1) * 128 + d, mask=real, other=0.0)
+        _, cells, real = rows_of(r, first, count, start, head, HEADS, GROUP)
+        real = gl.expand_dims(real, 1) & (d >= 0)
+        x = gl.load(q + gl.expand_dims(cells, 1) + d, mask=real, other=0.0)
         if K_TYPE == INT4:
             x = x.reshape([64, 32, 2, 2]).permute([0, 1, 3, 2]).reshape([64, 128])
         qs.index(half).store(x.to(gl.float16))
