@@ -200,17 +200,17 @@ def _check(q, k, v, turning, pool, slots, places, q_norm, k_norm) -> None:
             f"{(tokens, count, size)}, heads side by side",
         )
     rows = (cos.shape[0] if positions is not None else tokens, dim)
-    _check_shapes({"cos": (cos, rows), "sin": (sin, rows), "growth": (growth, rows[:1])})
-    several = {"slots": slots, "positions": positions, "places": places}
-    _check_shapes({name: (x, (tokens,)) for name, x in several.items()})
+    _check_shapes(rows, cos=cos, sin=sin)
+    _check_shapes(rows[:1], growth=growth)
+    _check_shapes((tokens,), slots=slots, positions=positions, places=places)
     require(places is not None or pool.sink_k is None, "a cache with sink tokens needs positions")
-    _check_shapes({"q_norm": (q_norm, (dim,)), "k_norm": (k_norm, (dim,))})
+    _check_shapes((dim,), q_norm=q_norm, k_norm=k_norm)
     require((q_norm is None) == (k_norm is None), "q_norm and k_norm come together")
 
 
-def _check_shapes(wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
+def _check_shapes(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
     """Raise ValueError where a tensor, if given, has another shape or is not contiguous."""
-    for name, (x, shape) in wanted.items():
+    for name, x in tensors.items():
         require(
             x is None or (tuple(x.shape) == shape and x.is_contiguous()),
             f"{name} is {x is not None and tuple(x.shape)}; needed is contiguous {shape}",

@@ -81,13 +81,8 @@ def _round_column(
 ):  # fmt: skip
     """(integers, errors, what P gains) of a tile's column, its elements one after the other.
 
-    Args:
-        column: The elements, or their gradient, a row a lane.
-        now: Values that are moved.
-        s, z: Scales and zero points.
-        own, pivot: C[j, j], and its products with R[i, i].
-        rows: Where R begins, `steps` rows, `row_pitch` apart.
-        step: The lanes' numbers.
+    `now` are values that are moved, s and z scales and zero points, `own` is C[j, j] and `pivot`
+    its products with R[i, i]; the tile's `steps` rows of R are `row_pitch` apart.
     """
     found, blame, added = tl.zeros_like(s), tl.zeros_like(s), tl.zeros_like(s)
     factor = tl.load(rows, mask=real, other=0.0)

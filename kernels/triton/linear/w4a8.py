@@ -76,13 +76,8 @@ def with_group(
     GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
     WARP: tl.constexpr,
 ):  # fmt: skip
-    """A sum and the product of its g-th group of inputs.
-
-    Args:
-        tiles: Where the bytes of the first group lie.
-        columns: Where its inputs do, [GROUP, ROWS].
-        scale: Of its outputs `n`; with MULTIPLIERS where their words lie.
-        real: Rows that there are.
+    """A sum and the product of the g-th group of inputs; those of the first are at `tiles`, at
+    `columns` and, with MULTIPLIERS, their words at `scale`, which else begins a table [groups, N].
     """
     w = tl.load(tiles + g * (N * (GROUP // 2)), eviction_policy="evict_first")
     if MULTIPLIERS:

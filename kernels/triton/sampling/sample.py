@@ -73,13 +73,7 @@ def bound_of(
 ):  # fmt: skip
     """What no kept element of a row is below.
 
-    Args:
-        largest: Of each group of neighbours.
-        tops: Of each chunk.
-        sums: Where the masses of chunks are kept, each beside its largest.
-        p: Numbers of chunks, of which there are PARTS.
-        top: The largest of all.
-        by_count: Whether top_k cuts.
+    `largest` are of groups of neighbours, `tops` of chunks p, whose masses beside them `sums` has.
     """
     most = value_of(top)
     masses = mass_of(largest, most)
