@@ -106,8 +106,7 @@ def decode_kernel(
     first = split * share
     end = gl.minimum(first + share, pages)
     table = tables + sequence * width
-    warp = span(WARPS, K_LAYOUT, 0)
-    page = gl.load(table + gl.minimum(first + warp, width - 1)).to(gl.int32) * HEADS + head
+    page = page_of(table, first, width, head, WARPS, HEADS, K_LAYOUT)
     row = span(64, K_LAYOUT, 1)
     k_lane = token_of(row & 7, V_TYPE == INT4) * K_ROW + span(K_ROW, K_LAYOUT, 2)
     k_more = token_of(row & 56, V_TYPE == INT4) * K_ROW  # the same in all lanes: a constant
@@ -118,7 +117,7 @@ def decode_kernel(
             prefetch(k_pages + page.to(gl.int64) * (64 * K_ROW), 64 * K_ROW)
             prefetch(v_pages + page.to(gl.int64) * (16 * V_ROWS), 16 * V_ROWS)
         wait_ahead(OVERLAP)
-    raw_k = gl.load(k_pages + (page.to(gl.int64) * (64 * K_ROW) + k_lane) + k_more)
+    raw_k = words_of(k_pages, page, k_lane, k_more)
     rows = (sequence * HEADS + head) * GROUP
     qt = queries(q, rows, GROUP, WARPS, K_TYPE, MMA)
     factor = softmax_scale * LOG2_E
@@ -150,8 +149,7 @@ def decode_kernel(
     if PER_TOKEN and V_TYPE == INT4:
         of_k, of_v = scale_words(k_scale, page, MMA), scale_words(v_scale, page, MMA)
     if V_TYPE == INT4:
-        v_page = gl.convert_layout(page, V_LAYOUT).to(gl.int64)
-        raw_v = gl.load(v_pages + (v_page * (16 * V_ROWS) + v_lane) + v_more)
+        raw_v = words_of(v_pages, page, v_lane, v_more)
     for p in range(first, end, WARPS):
         m, l, acc, total, page, raw_k, raw_v, of_k, of_v = attend(  # noqa: E741
             m, l, acc, total, page, raw_k, raw_v, of_k, of_v, qt, none, factor, p, end, length,
@@ -232,21 +230,13 @@ def attend(
     MMA: gl.constexpr = acc.type.layout
     WARPS: gl.constexpr = acc.shape[0]
     K_LAYOUT: gl.constexpr = k_lane.type.layout
-    V_LAYOUT: gl.constexpr = v_lane.type.layout
-    K_PAGE: gl.constexpr = 64 * k_lane.shape[2]
-    V_PAGE: gl.constexpr = 16 * v_lane.shape[1]
     token = token_of(span(64, MMA, 1), V_TYPE == INT4)
-    if V_TYPE == INT4:
-        words_v = raw_v
-    else:
-        v_page = gl.convert_layout(page, V_LAYOUT)
-        words_v = gl.load(v_pages + (v_page.to(gl.int64) * V_PAGE + v_lane) + v_more)
+    words_v = raw_v if V_TYPE == INT4 else words_of(v_pages, page, v_lane, v_more)
     if PER_TOKEN and V_TYPE != INT4:
         scales = gl.convert_layout(page, MMA) * 64 + token
-    following = gl.minimum(p + WARPS + span(WARPS, K_LAYOUT, 0), width - 1)
-    page = gl.load(table + following).to(gl.int32) * HEADS + head
+    page = page_of(table, p + WARPS, width, head, WARPS, HEADS, K_LAYOUT)
     s = mma_v2(keys(raw_k, K_TYPE, MMA), qt, none)
-    raw_k = gl.load(k_pages + (page.to(gl.int64) * K_PAGE + k_lane) + k_more)
+    raw_k = words_of(k_pages, page, k_lane, k_more)
     times = factor
     if PER_TOKEN and V_TYPE == INT4:
         times = two_scales(of_k, MMA) * factor
@@ -254,11 +244,49 @@ def attend(
         of_k, of_v = scale_words(k_scale, page, MMA), scale_words(v_scale, page, MMA)
     elif PER_TOKEN:
         s = s * gl.load(k_scale + scales).to(gl.float32)
-    at = (p + span(WARPS, MMA, 0)) * 64 + token
+    seen = seen_of((p + span(WARPS, MMA, 0)) * 64 + token, length, end, SINKS)
+    s = gl.where(seen, s * times, LOWEST)
+    top, l, shrink, weights = softmax_step(m, l, s, PER_TOKEN, V_TYPE)  # noqa: E741
+    if PER_TOKEN and V_TYPE == INT4:
+        weights = weights * gl.where(seen, lifted, 0.0)  # of a token nobody wrote: anything
+    elif PER_TOKEN:
+        weights = weights * (gl.load(v_scale + scales).to(gl.float32) * LIFT)
+        weights = gl.where(seen, weights, 0.0)
+    acc, total = with_values(acc, total, words_v, weights, gl.expand_dims(shrink, 1), V_TYPE)
+    if V_TYPE == INT4:
+        raw_v = words_of(v_pages, page, v_lane, v_more)
+    return top, l, acc, total, page, raw_k, raw_v, of_k, of_v
+
+
+@gluon.jit
+def page_of(
+    table, p, width, head, WARPS: gl.constexpr, HEADS: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Numbers times heads, plus the head, of the WARPS pages from the p-th on: a page a warp."""
+    following = gl.minimum(p + span(WARPS, LAYOUT, 0), width - 1)
+    return gl.load(table + following).to(gl.int32) * HEADS + head
+
+
+@gluon.jit
+def words_of(pages, page, lane, more):
+    """Words of each warp's page, whose places in it are given in two parts."""
+    SIZE: gl.constexpr = lane.shape[1] * lane.shape[2]
+    start = gl.convert_layout(page, lane.type.layout).to(gl.int64) * SIZE
+    return gl.load(pages + (start + lane) + more)
+
+
+@gluon.jit
+def seen_of(at, length, end, SINKS: gl.constexpr):
+    """Whether tokens of a run that ends before page `end` are there, and no sink tokens."""
     seen = at < gl.minimum(length, end * 64)
     if SINKS > 0:
         seen = seen & (at >= SINKS)
-    s = gl.where(seen, s * times, LOWEST)
+    return seen
+
+
+@gluon.jit
+def softmax_step(m, l, s, PER_TOKEN: gl.constexpr, V_TYPE: gl.constexpr):  # noqa: E741
+    """(maximum, sum, what sums so far are multiplied by, weights) after scores s."""
     top = gl.maximum(m, gl.max(s, 1))
     shrink = gl.exp2(m - top)
     if PER_TOKEN and V_TYPE == INT4:
@@ -267,22 +295,21 @@ def attend(
         weights = gl.exp2(s - gl.expand_dims(top, 1))
     if PER_TOKEN or V_TYPE != INT4:
         l = l * shrink + gl.sum(weights, 1)  # noqa: E741
-    if PER_TOKEN and V_TYPE == INT4:
-        weights = weights * gl.where(seen, lifted, 0.0)  # of a token nobody wrote: anything
-    elif PER_TOKEN:
-        weights = weights * (gl.load(v_scale + scales).to(gl.float32) * LIFT)
-        weights = gl.where(seen, weights, 0.0)
+    return top, l, shrink, weights
+
+
+@gluon.jit
+def with_values(acc, total, words, weights, shrink, V_TYPE: gl.constexpr):
+    """(acc, total) of `attend` after words of V with these weights."""
+    MMA: gl.constexpr = acc.type.layout
+    WARPS: gl.constexpr = acc.shape[0]
     pt = transposed(weights.to(gl.float16), WARPS)
     pt = gl.convert_layout(pt, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
-    wide = gl.expand_dims(shrink, 1)
     if V_TYPE == INT4:
         ones = gl.full([WARPS, 16, 64], 1.0, gl.float16, layout=gl.DotOperandLayout(0, MMA, 2))
-        total = mma_v2(ones, pt, total * wide)
-    acc = mma_v2(values(words_v, V_TYPE, MMA), pt, acc * wide)  # [WARPS, 128, 8]
-    if V_TYPE == INT4:
-        v_page = gl.convert_layout(page, V_LAYOUT)
-        raw_v = gl.load(v_pages + (v_page.to(gl.int64) * V_PAGE + v_lane) + v_more)
-    return top, l, acc, total, page, raw_k, raw_v, of_k, of_v
+        total = mma_v2(ones, pt, total * shrink)
+    acc = mma_v2(values(words, V_TYPE, MMA), pt, acc * shrink)  # [WARPS, 128, 8]
+    return acc, total
 
 
 @cache
