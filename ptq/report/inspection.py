@@ -142,7 +142,8 @@ def distinct_inputs(rows: Sequence[OutlierRow]) -> list[OutlierRow]:
     for row in inputs:
         block = row.module.rpartition(".")[0]
         first.setdefault((block, row.absmax, row.median, row.channels), row)
-    return [row for row in rows if row in first.values()]
+    kept = set(map(id, first.values()))
+    return [row for row in rows if id(row) in kept]
 
 
 class SizeRow(Strict):
@@ -303,11 +304,10 @@ def describe(found: Inspection, top: int) -> list[str]:
     if found.scales:
         lines += [f"Scales ({len(found.scales)})", _text([_scale_row(r) for r in found.scales]), ""]
         lines += _cache_summary(found)
-    for title, roles in (
-        ("weights", ("weight",)),
-        ("activations", ("input", "k_cache", "v_cache")),
-    ):
-        rows = [row for row in found.outliers if row.role in roles]
+    weights = [row for row in found.outliers if row.role == "weight"]
+    caches = [row for row in found.outliers if row.role in ("k_cache", "v_cache")]
+    activations = by_ratio([*distinct_inputs(found.outliers), *caches])
+    for title, rows in (("weights", weights), ("activations", activations)):
         if rows:
             lines += [
                 f"Outlier channels of {title}: the {min(top, len(rows))} tensors whose largest "

@@ -154,7 +154,7 @@ def one_of_experts(rows: Mapping[str, Any], height: Callable[[Any], float]) -> d
 
 
 def grid_of(names: Sequence[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
-    """Kinds of layers, and for each block the full name of each kind."""
+    """Kinds of layers, and for each block, by its number, the full name of each kind."""
     kinds: dict[str, None] = {}
     blocks: dict[str, dict[str, str]] = {}
     for name in names:
@@ -162,7 +162,7 @@ def grid_of(names: Sequence[str]) -> tuple[list[str], dict[str, dict[str, str]]]
         kind = f"shared {kind}" if is_shared_expert(name) else kind
         kinds[kind] = None
         blocks.setdefault(block, {})[kind] = name
-    return list(kinds), blocks
+    return list(kinds), dict(sorted(blocks.items(), key=lambda own: int(own[0] or 0)))
 
 
 def number(value: float | None) -> float:

@@ -73,10 +73,11 @@ def test_statistics_beside_the_checkpoint_are_used(quantized, tmp_path, capsys):
     statistics = Statistics()
     x = torch.randn(50, 128, generator=torch.Generator().manual_seed(0))
     x[:, 77] *= 300
-    statistics.observe("model.layers.0.mlp.up_proj", "input", x)
+    for name in ("gate_proj", "up_proj"):  # which read the same: one is shown
+        statistics.observe(f"model.layers.0.mlp.{name}", "input", x)
     statistics.save(tmp_path / "statistics.safetensors")
     found = inspect(Checkpoint.open(tmp_path / "checkpoint"))
-    assert found.outliers[0].module == "model.layers.0.mlp.up_proj"
+    assert found.outliers[0].module == "model.layers.0.mlp.gate_proj"
     assert (found.outliers[0].role, found.outliers[0].channels[0]) == ("input", 77)
     assert "Outlier channels of activations: the 1 tensors" in "\n".join(describe(found, 5))
     (tmp_path / "statistics.safetensors").write_bytes(b"damaged")

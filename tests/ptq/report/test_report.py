@@ -304,6 +304,8 @@ def test_every_smoothed_group_is_drawn_at_its_block_and_in_its_color(made):
     assert {name.rpartition(".")[2] for name in sources} == set(kinds)
     assert set(kinds) <= READERS.keys()
     assert all(block.isdecimal() for block in blocks)
+    _, blocks = grid_of([f"model.layers.{i}.self_attn.q_proj" for i in ("10", "2", "0")])
+    assert list(blocks) == ["0", "2", "10"], "statistics are stored by name, where 10 is before 2"
 
 
 def test_reports_without_speed_smoothing_or_cache_have_fewer_sections(made):
