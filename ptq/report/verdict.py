@@ -51,8 +51,8 @@ def verdict_of(data: ReportData) -> Verdict:
     doubts = tuple(_doubts(data, unsure))
     if not data.checks:
         headline = (
-            "No verdict: the recipe sets no thresholds, and what its scheme loses by these methods "
-            "was not measured on other models."
+            f"No verdict: the recipe sets no thresholds, and what {data.scheme} loses by these "
+            "methods was not measured on other models."
         )
         return Verdict("grey", "open", headline, margins, doubts)
     if data.failures:
@@ -64,6 +64,8 @@ def verdict_of(data: ReportData) -> Verdict:
     if data.known is not None:
         all_hold = f"it loses no more than `{data.known.recipe}` is known to lose"
     if unsure:
+        if data.known is not None and any(map(_beyond, data.checks)):
+            all_hold = f"it loses more than `{data.known.recipe}` is known to lose"
         headline = f"Amber: {all_hold}, but by less than the measurement can tell."
         return Verdict("amber", "passed", headline, margins, doubts)
     return Verdict("green", "passed", f"Green: {all_hold}.", margins, doubts)
@@ -85,6 +87,11 @@ def _half(ends: Interval | None) -> float:
 def _is_unsure(check: Check, ends: Interval | None) -> bool:
     """Whether the threshold is within the figure's interval."""
     return ends is None or ends[0] <= check.limit <= ends[1]
+
+
+def _beyond(check: Check) -> bool:
+    """Whether the figure itself misses the limit; of what is known it may hold all the same."""
+    return check.measured > check.limit if check.upper else check.measured < check.limit
 
 
 def _margin(check: Check, ends: Interval | None, known: Known | None) -> str:
@@ -150,7 +157,7 @@ def _doubts(data: ReportData, unsure: list[Check]) -> Iterator[str]:
     advice = f"; about {wanted:,} sequences would tell" if wanted else ""
     yield (
         f"the 95% interval of {names} reaches over the limit: {a.sequences} sequences cannot "
-        f"tell it from one that is {'kept' if data.failures else 'missed'}{advice}"
+        f"tell it from one that is {'kept' if any(map(_beyond, unsure)) else 'missed'}{advice}"
     )
 
 
@@ -235,7 +242,7 @@ def check_rows(data: ReportData) -> Table:
                 LABELS[check.name],
                 f"{check.measured:.4g}" if abs(check.measured) < 0.1 else f"{check.measured:.4f}",
                 f"{'at most' if check.upper else 'at least'} {check.limit:g}",
-                "holds" if check.holds else "MISSED",
+                "MISSED" if not check.holds else "unsure" if _beyond(check) else "holds",
             )
             for check in data.checks
         ],

@@ -13,7 +13,7 @@ from ptq.report import measure as measuring
 from ptq.report.data import ReportData, check_known, failure
 from ptq.report.known import Known, known_figures, nearest, rounding_noise, write_figures
 from ptq.report.report import top_of
-from ptq.report.verdict import verdict_of
+from ptq.report.verdict import check_rows, verdict_of
 from ptq.result import load_result
 from tests.ptq.quantizing import random_tokens
 
@@ -70,7 +70,9 @@ def test_a_run_is_red_where_it_surely_loses_more_than_is_known(made, kl, ends, l
     verdict = verdict_of(data)
     assert verdict.light == light
     assert data.passed == (light != "red")
-    assert "`a8w8c8` is known to lose" in verdict.headline
+    assert f"loses {'no ' * (kl <= 0.04)}more than `a8w8c8` is known to lose" in verdict.headline
+    told = "MISSED" if light == "red" else "holds" if kl <= 0.04 else "unsure"
+    assert check_rows(data).rows[0][-1] == told
     (margin,) = verdict.margins
     assert "`a8w8c8` lost 0.02 on one (100 M parameters; prose), and up to 2 times that" in margin
     labels = [point.label for point in top_of(data).points]
@@ -104,7 +106,8 @@ def test_a_report_without_thresholds_says_what_is_known(made, folder, monkeypatc
     unknown = report(recipe.methods[:1])
     assert (unknown.known, unknown.checks, unknown.passed) == (None, (), True)
     assert verdict_of(unknown).light == "grey"
-    assert "was not measured on other models" in verdict_of(unknown).headline
+    told = f"what {unknown.scheme} loses by these methods was not measured on other models"
+    assert told in verdict_of(unknown).headline
 
 
 def test_the_nearest_model_counts_and_another_family_is_a_doubling_off(made):
