@@ -74,8 +74,8 @@ def advise(data: ReportData, *, save: bool) -> Advice:
         save: Whether the run is good, so that more can be saved.
     """
     find = _smaller if save else _better
-    for rows in _models(data):
-        own = _own(data, rows)
+    known = [(rows, _own(data, rows)) for rows in _models(data)]
+    for rows, own in sorted(known, key=lambda pair: pair[1] is None):  # first like with like
         found = find(data, [row for row in rows if row != own and _runs(data, row.recipe)], own)
         if found is not None:
             reason = f"on {found.title} it lost {found.kl:.3g}"
@@ -95,9 +95,20 @@ def _models(data: ReportData) -> Iterator[list[Known]]:
 
 
 def _own(data: ReportData, rows: Sequence[Known]) -> Known | None:
-    """What this run's scheme and methods lost on one of these models."""
-    own = data.scheme, method_names(data.recipe)
-    return next((row for row in rows if (row.scheme, row.methods) == own), None)
+    """What this run's scheme and methods lost on one of these models, whose layers may have others
+    of the groups that a recipe fits to a model.
+    """
+    own, methods = parse(data.recipe).data, method_names(data.recipe)
+    schemes = [own["scheme"], *(entry["scheme"] for entry in own.get("layers", ()))]
+    inputs = {row.shape[1] for row in data.quantization.modules}
+
+    def alike(row: Known) -> bool:
+        shipped = _shipped(row.recipe)
+        fitted = [shipped.scheme.fitted(size).model_dump(mode="json") for size in inputs]
+        fit = all(any(one.items() <= other.items() for other in fitted) for one in schemes)
+        return row.scheme == data.scheme or (fit and not shipped.layers)
+
+    return next((row for row in rows if row.methods == methods and alike(row)), None)
 
 
 def _better(data: ReportData, rows: Sequence[Known], own: Known | None) -> Known | None:

@@ -115,6 +115,7 @@ def test_groups_that_a_recipe_leaves_open_are_those_that_fit_the_model(made):
     more = advise(data.model_copy(update={"quantization": found, **own}), save=True)
     assert "a cache of 8 bits in place of 16" in more.reason
     assert "weights of" not in more.reason, "128 does not divide 576: every recipe takes 64"
+    assert f"where this one lost {tiny()['w4_gptq'].kl:.3g}" in more.reason, "by groups of 128"
 
 
 def test_without_a_better_recipe_the_weakest_layers_stay_in_float(made):
