@@ -218,7 +218,7 @@ def test_solving_in_another_scheme_tells_that_layers_keep_theirs(make_model, tmp
     model = make_model("llama", intermediate_size=192)
     quantize_tokens(planned(model, "w4_rtn", tmp_path), random_tokens(), progress=False)
     checkpoint = Checkpoint.open(tmp_path / "out" / "checkpoint")
-    with pytest.raises(CheckpointError, match=r"with `--set scheme\.weights\.group_size=64`"):
+    with pytest.raises(CheckpointError, match=r"with `--set 'layers=\[\]' --set .*size=64`"):
         checkpoint.require_one_scheme("gptq")
     seen, run = Artifact.load(tmp_path / "out"), tmp_path / "run.yaml"
     run.write_text(resolved_yaml(planned(model, "w4_rtn", tmp_path, force=True).recipe))
@@ -229,6 +229,8 @@ def test_solving_in_another_scheme_tells_that_layers_keep_theirs(make_model, tmp
     whole = planned(model, run, tmp_path, changed, "layers=[]", force=True)
     assert list(solve_notes(seen, whole.recipe)) == []
     assert {scheme.activations is None for scheme in whole.schemes.values()} == {False}
+    advised = planned(model, run, tmp_path, "layers=[]", "scheme.weights.group_size=64", force=True)
+    assert len(set(advised.schemes.values())) == 1
 
 
 @pytest.mark.parametrize(
