@@ -20,6 +20,7 @@ RESUME_FOLDER = ".resume"  # what a stopped run goes on with
 GRADIENTS_FOLDER = ".gradients"  # what its backward pass showed
 PROGRESS_FILE = "progress.json"  # in it: how far that run has come
 BUDGET_FOLDER = "budget"  # what a recipe with a budget chooses from
+COSTS_FILE = "costs.json"  # in it: what each choice costs
 PEER_LOGS, PEERS_FILE = "peers", "peers.json"  # what `ptq peers` writes
 
 

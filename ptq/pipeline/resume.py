@@ -44,7 +44,7 @@ from formats.scale_table import ScaleEntry
 from formats.scheme import LayerScheme, Strict
 from formats.stored.safetensors_files import SafetensorsFile, write_tensors
 from ptq.methods.common.events import Event, SmoothingRow
-from ptq.output import GRADIENTS_FOLDER, PROGRESS_FILE, RESUME_FOLDER
+from ptq.output import BUDGET_FOLDER, COSTS_FILE, GRADIENTS_FOLDER, PROGRESS_FILE, RESUME_FOLDER
 from ptq.pipeline.gradients import MARK, damaged, discard_folder
 from ptq.pipeline.key import differences
 from ptq.result import BlockRow, ModuleRow
@@ -275,12 +275,14 @@ def telling_what_is_kept(output: Path) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, Terminated, DiskFullError) as error:
-        left = Progress.read(output)
-        if left is None or left.blocks == 0:
-            error.add_note("No block is kept yet: the same command starts from the beginning.")
-        else:
+        left = Progress.read(output) or Progress.read(output / BUDGET_FOLDER)
+        if left is not None and left.blocks > 0:
             kept = f"{left.blocks} of {left.total} blocks are kept"
             error.add_note(f"{kept}: the same command goes on from there.")
+        elif (output / BUDGET_FOLDER / COSTS_FILE).is_file():
+            error.add_note("What was counted for the budget is kept: the same command uses it.")
+        else:
+            error.add_note("No block is kept yet: the same command starts from the beginning.")
         raise
 
 

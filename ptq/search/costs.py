@@ -48,13 +48,13 @@ from kernels.numerics import dequantize
 from ptq.methods.common.float_model import FloatModel, FloatModelView, config_of
 from ptq.methods.common.rounding import round_weight
 from ptq.methods.costs import INPUTS, WEIGHTS, CostsSpec
+from ptq.output import COSTS_FILE
 from ptq.pipeline.artifact import Found
 from ptq.plan.modules import ModulePlan, head_weight
 from ptq.plan.plan import Plan
 from ptq.plan.preflight import predict_checkpoint, weight_bytes
 from ptq.recipe.budget import Target
 
-COSTS_FILE = "costs.json"
 SCHEMES = {
     "float": LayerScheme(),
     "w8": PRESETS["w8"].of_layers,

@@ -21,29 +21,34 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
+import torch
+
 from calibrate.data import TokenSet
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
 from formats.command import say
 from formats.errors import RecipeError
 from formats.families.names import HEAD
+from formats.scheme import LayerScheme
 from inference.accuracy import Accuracy
 from ptq.evaluate.comparison import compare_on, engine_config, open_both, report_devices
+from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.spec import Stage
 from ptq.methods.costs import CostsSpec
 from ptq.methods.registry import METHODS, view_of
-from ptq.output import BUDGET_FOLDER, CHECKPOINT_FOLDER, RECIPE_FILE
+from ptq.output import BUDGET_FOLDER, CHECKPOINT_FOLDER, COSTS_FILE, RECIPE_FILE
 from ptq.pipeline import driver
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.key import key_of, run_facts
 from ptq.plan.devices import devices_of
 from ptq.plan.plan import Plan, build_plan
+from ptq.plan.preflight import predict_checkpoint, weight_bytes
 from ptq.recipe.budget import BudgetSpec
 from ptq.recipe.reading import LoadedRecipe, resolved_yaml
 from ptq.recipe.schema import LayersSpec, OutputSpec, Recipe, ReportSpec, StatisticsSpec
 from ptq.result import QuantizationResult, load_result
 from ptq.search.choice import Frontier, Point, chosen_recipe, frontier
-from ptq.search.costs import COSTS_FILE, FLOAT, SCHEMES, Costs, candidates, gather, head_costs
+from ptq.search.costs import FLOAT, SCHEMES, Costs, candidates, gather, groups_of, head_costs
 from ptq.search.record import BudgetRecord, Curve, Measured, Trial, Tried, loss_of
 from ptq.text import size_text
 
@@ -80,13 +85,17 @@ def count_costs(
         loaded: The recipe with the budget.
 
     Raises:
-        RecipeError: the recipe does not fit the model, or its methods cannot be solved again.
+        RecipeError: the recipe does not fit the model, its methods cannot be solved again, or no
+            choice is as small as the budget.
         CheckpointError: the model is damaged, or the output cannot be written.
     """
+    assert loaded.recipe.budget is not None
     recipe = counting_recipe(loaded.recipe)
     checkpoint = Checkpoint.open(recipe.model.folder)
     plan = build_plan(recipe, checkpoint, loaded.where, force=True)
     model = view_of(checkpoint, recipe.methods)
+    schemes = candidates(loaded.recipe.scheme, loaded.recipe.budget.target)
+    _refuse_too_small(loaded.recipe.budget, plan, model, schemes)
     device = devices_of(recipe)[0]
     key = key_of(run_facts(plan, model, tokens.fingerprint, device))
     folder = recipe.output.path
@@ -96,16 +105,42 @@ def count_costs(
     shutil.rmtree(folder / CHECKPOINT_FOLDER)  # it was rounded for nothing but the record
     seen = Artifact.load(folder)
     spec = next(method for method in recipe.methods if isinstance(method, CostsSpec))
-    assert loaded.recipe.budget is not None
-    names = list(candidates(loaded.recipe.scheme, loaded.recipe.budget.target))
     head = None
     if plan.head is not None:
-        schemes = {name: scheme for name, scheme in SCHEMES.items() if name != FLOAT}
+        of_head = {name: scheme for name, scheme in SCHEMES.items() if name != FLOAT}
         sequences = driver.in_canonical_order(tokens.sequences())
-        head = head_costs(model, schemes, sequences, device)
-    costs = gather(plan, spec, seen.found, model, names, key, head)
+        head = head_costs(model, of_head, sequences, device)
+    costs = gather(plan, spec, seen.found, model, list(schemes), key, head)
     costs.save(folder)
     return costs, seen
+
+
+def _refuse_too_small(
+    budget: BudgetSpec, plan: Plan, model: FloatModel, schemes: Mapping[str, LayerScheme]
+) -> None:
+    """Refuse a size that the smallest candidate in every layer exceeds, before a sample runs.
+
+    Raises:
+        RecipeError: it does.
+    """
+    if budget.of_accuracy:
+        return
+    smallest, nbytes, elements = dict[str, LayerScheme](), 0, 0
+    of_head = {name: scheme for name, scheme in SCHEMES.items() if name != FLOAT}
+    for layer in (layer for group in groups_of(plan).values() for layer in group):
+        own = (of_head if layer.name == plan.head else schemes).values()
+        sizes = [weight_bytes(scheme, layer.shape, torch.bfloat16) for scheme in own]
+        smallest[layer.name] = list(own)[sizes.index(min(sizes))]
+        nbytes += min(sizes) * (layer.name != plan.head)
+        elements += math.prod(layer.shape) * (layer.name != plan.head)
+    caches = [plan.recipe.cache_of(block) for block in plan.blocks]
+    whole, bits = predict_checkpoint(model, smallest, caches), 8 * nbytes / elements
+    if (whole, bits)[budget.limit[0] == "bits"] > budget.limit[1]:
+        raise RecipeError(
+            f"budget: {budget.text} cannot be kept for the target {budget.target}: no choice takes "
+            f"less than {bits:.3f} bits a weight of the blocks, {size_text(whole)} ({whole} bytes) "
+            "with what stays as it is. Allow more"
+        )
 
 
 def counting_recipe(recipe: Recipe) -> Recipe:

@@ -109,16 +109,19 @@ def test_another_run_says_what_differs_and_starts_over(here, capsys, monkeypatch
     assert "going on" not in told
 
 
-def test_a_full_disk_says_what_is_kept_and_the_next_run_uses_it(here, capsys, monkeypatch):
+@pytest.mark.parametrize(("more", "parts"), [([], 4), (["--set", "budget={kl: 9}"], 5)])
+def test_a_full_disk_says_what_is_kept_and_the_next_run_uses_it(
+    more, parts, here, capsys, monkeypatch
+):
     with monkeypatch.context() as patch:
         _stop_at(patch, 3, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        assert run_command(run.main, ["r.yaml"]) == 2
+        assert run_command(run.main, ["r.yaml", *more]) == 2
     told = capsys.readouterr().err
     assert "the disk is full" in told
-    assert told.endswith("\n2 of 4 blocks are kept: the same command goes on from there.\n")
+    assert told.endswith(f"\n2 of {parts} blocks are kept: the same command goes on from there.\n")
     assert "nothing was kept" not in told
-    assert run_command(run.main, ["r.yaml"]) == 0
-    assert "going on at block 3 of 4" in capsys.readouterr().err
+    assert run_command(run.main, ["r.yaml", *more]) == 0
+    assert f"going on at block 3 of {parts}" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_from_the_start_keeps_nothing(here, capsys, monkeypatch):

@@ -96,6 +96,16 @@ def test_another_budget_takes_the_costs_that_are_there(desk, monkeypatch, capsys
     assert 8 * (trial["nbytes"] - costs.fixed_bytes - head) <= 6 * costs.elements
 
 
+@pytest.mark.parametrize("limit", ["bytes: 10kB", "bits: 3.9"])
+def test_a_size_that_no_choice_has_is_refused_before_a_sample_runs(
+    limit, desk, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("ptq.pipeline.driver.quantize_tokens", None)
+    words = ["run", str(desk / "r.yaml"), "--set", f"budget={{{limit}}}", "--output", str(tmp_path)]
+    assert cli.main([*words, "--quiet"]) == 2
+    assert "no choice takes less than 4." in capsys.readouterr().err
+
+
 def test_from_python_a_budget_is_kept_as_by_a_run(desk, monkeypatch):
     monkeypatch.setattr("ptq.pipeline.driver.quantize_tokens", None)  # its costs are there
     words = {"overrides": ["budget={bits: 6}"], "force": True, "progress": False}
