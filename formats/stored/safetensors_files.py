@@ -194,7 +194,7 @@ def _read_header(path: Path) -> tuple[dict[str, Kind], dict, dict[str, tuple[int
         if size < 8 or length > size - 8:
             raise _damaged(path, f"a header of {length} bytes does not fit into {size} bytes")
         header = file.read(length)
-    place = f"{path.name}: not a whole safetensors file: its header"
+    place = f"{path}: not a whole safetensors file: its header"
     parsed = parse(header, Header, place, AGAIN)
     rows = parsed.rows
     tensors = {name: (DTYPES[row.dtype], tuple(row.shape)) for name, row in rows.items()}
@@ -213,7 +213,7 @@ def _read_header(path: Path) -> tuple[dict[str, Kind], dict, dict[str, tuple[int
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path.name}: not a whole safetensors file: {reason}. {AGAIN}")
+    return CheckpointError(f"{path}: not a whole safetensors file: {reason}. {AGAIN}")
 
 
 def open_weights(folder: Path) -> dict[str, SafetensorsFile]:

@@ -57,7 +57,7 @@ def test_truncated(folder, keep):
     weights = folder / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[:keep])
-    refused(folder, "model.safetensors", "not a whole safetensors file")
+    refused(folder, str(weights), "not a whole safetensors file")
 
 
 def test_trailing_bytes(folder):
