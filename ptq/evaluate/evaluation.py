@@ -19,10 +19,10 @@ from difflib import get_close_matches
 from io import StringIO
 from typing import Any, cast
 
+from lm_eval import evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.task import ConfigurableTask
-from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -203,6 +203,8 @@ def evaluate(
     # lm-eval would fork a pool to resample, whose workers have our handler of the signal that is to
     # end them: it waits for them forever.
     os.environ["DISABLE_MULTIPROC"] = "1"
+    # It would ask git after each task what is checked out here; git says `fatal` where nothing is.
+    evaluator.get_git_commit_hash = str
     lm = EngineLM(engine, adapter=adapter, progress=progress)
     names = [own for name in tasks for own in _expanded(name, allow_code=allow_code)]
     found: list[Metric] = []
@@ -210,7 +212,7 @@ def evaluate(
     known = TaskManager(include_defaults=not local)  # reads thousands of files for its own
     for name in dict.fromkeys(names):
         with _told_elsewhere(progress), _data_of(name):
-            result = simple_evaluate(
+            result = evaluator.simple_evaluate(
                 lm,
                 tasks=[_task(name, lm, known)],
                 task_manager=known,

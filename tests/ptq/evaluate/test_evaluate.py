@@ -238,11 +238,13 @@ def test_recovery_is_of_paired_items():
     assert recovery(metric([0, 0]), metric([0, 0])).ratio is None
 
 
-def test_the_command_tells_what_is_left_of_the_original(tmp_path, capsys):
+def test_the_command_tells_what_is_left_of_the_original(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)  # of no git repository, of which nobody is to be told
     file = tmp_path / "figures.json"
     words = ["eval", str(MODEL), "--tasks", "python_choice", "--limit", "3", "--quiet"]
     assert cli.main([*words, "--against", str(MODEL), "--output", str(file)]) == 0
-    out = capsys.readouterr().out
+    out, err = capfd.readouterr()
+    assert "git" not in err
     assert "100.0%" in out
     assert "0 lost, 0 won" in out
     told = json.loads(file.read_text())
