@@ -255,7 +255,7 @@ def _refusal(error: ValidationError, raw: Any, model: type[BaseModel]) -> ApiErr
         return ApiError(400, message, param, "unknown_parameter")
     if fault["type"] == "missing":
         return ApiError(400, f"{param}: it is missing", param, "missing_required_parameter")
-    reason = fault["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    reason = re.sub(r"^(Input|List|String|Value error,) | after validation", "", fault["msg"])
     found = repr(fault["input"])
     found = found if len(found) <= SHOWN else found[:SHOWN] + " ..."
     message = f"{param or 'the body'}: {reason}; found {found}"

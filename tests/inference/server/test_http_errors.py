@@ -241,7 +241,8 @@ def test_what_changes_nothing_is_taken():
     ],
 )
 def test_messages_that_are_none_are_named(messages, param):
-    refused({"messages": messages}, param, CHAT)
+    told = refused({"messages": messages}, param, CHAT)
+    assert not set(told.split()) & {"Input", "List", "String", "validation,"}, "the library's words"
 
 
 def test_a_prompt_that_is_empty_or_too_long_or_unknown_is_refused_with_the_numbers():
