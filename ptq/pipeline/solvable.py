@@ -51,11 +51,11 @@ def solve_notes(artifact: Artifact, recipe: Recipe) -> Iterator[str]:
 
 def _obstacles(artifact: Artifact, recipe: Recipe, block: str) -> Iterator[str]:
     record, statistics = artifact.record, artifact.statistics
-    if record.model_key != seen_key(recipe, Checkpoint.open(recipe.model.folder)):
-        yield (
-            f"{recipe.model.path} is not the model, or not as it was (rotated or not), that they "
-            "were taken from"
-        )
+    now = seen_key(recipe, Checkpoint.open(recipe.model.folder))
+    if record.model_key.partition(" ")[0] != now.partition(" ")[0]:
+        yield f"{recipe.model.path} is not the model that they were taken from"
+    elif record.model_key != now:
+        yield "its methods rotate the model otherwise than that run's; give it the same `rotation`"
     methods = block_methods(recipe.methods)
     schedule = Schedule(recipe, [method for _, method in methods])
     ordinary = {key: stats for key, stats in statistics.items() if SINK_INPUT not in key[1]}

@@ -18,6 +18,7 @@ from ptq.methods.clip import ClipSpec
 from ptq.methods.common.events import SmoothingRow
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.refine import RefineSpec
+from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.shift import ShiftSpec
 from ptq.methods.smooth_k import SmoothKSpec
@@ -259,6 +260,9 @@ def test_another_model_and_damage_are_refused(seen, tiny_llama, tmp_path):
     other = edit_model(tiny_llama, tmp_path / "other", add_outliers)
     with pytest.raises(RecipeError, match="is not the model"):
         solve(make_plan(other, tmp_path / "out", methods=RTN), seen, progress=False)
+    turned = make_plan(tiny_llama, tmp_path / "out", methods=(RotationSpec(), *RTN))
+    with pytest.raises(RecipeError, match="rotate the model otherwise than that run's"):
+        solve(turned, seen, progress=False)
     folder = tmp_path / "copy"
     shutil.copytree(seen.folder, folder)
     path = next((folder / HESSIANS_FOLDER).iterdir())
