@@ -98,7 +98,7 @@ def _own(data: ReportData, rows: Sequence[Known]) -> Known | None:
     """What this run's scheme and methods lost on one of these models, whose layers may have others
     of the groups that a recipe fits to a model.
     """
-    own, methods = parse(data.recipe).data, method_names(data.recipe)
+    own, methods = recipe_values(data.recipe), method_names(data.recipe)
     schemes = [own["scheme"], *(entry["scheme"] for entry in own.get("layers", ()))]
     inputs = {row.shape[1] for row in data.quantization.modules}
 
