@@ -213,7 +213,7 @@ def test_data_that_cannot_be_had_are_refused_by_their_task(engine, monkeypatch):
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach 'Rowan/hellaswag' on the Hub")
 
-    monkeypatch.setattr(evaluation, "simple_evaluate", unreachable)
+    monkeypatch.setattr(evaluation.evaluator, "simple_evaluate", unreachable)
     with pytest.raises(RequestError, match=r"needle: its data cannot be had \(Couldn't reach"):
         evaluate(engine, ["needle"], progress=False)
 
@@ -222,7 +222,7 @@ def test_what_this_machine_lacks_is_not_said_to_be_the_hubs(engine, monkeypatch)
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device", "/cache/datasets")
 
-    monkeypatch.setattr(evaluation, "simple_evaluate", full)
+    monkeypatch.setattr(evaluation.evaluator, "simple_evaluate", full)
     with pytest.raises(EngineError, match=r"needle: .*No space left.*/cache/datasets") as error:
         evaluate(engine, ["needle"], progress=False)
     assert "hub" not in str(error.value)
