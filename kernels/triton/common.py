@@ -172,6 +172,13 @@ def announce(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def wait_and_announce(OVERLAP: tl.constexpr):
+    """`wait`, then `announce`: in this order, as `overlap` says."""
+    wait(OVERLAP)
+    announce(OVERLAP)
+
+
+@triton.jit
 def prefetch(start, BYTES: tl.constexpr):
     """Ask for so many bytes from a pointer on, multiples of 16, to be brought into L2."""
     tl.inline_asm_elementwise(

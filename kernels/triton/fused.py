@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.activations import Activation, Clamped
-from kernels.triton.common import announce, require, storage, wait
+from kernels.triton.common import require, storage, wait_and_announce
 from kernels.triton.rows import launch_shape, outputs_of, part_of, store_row
 
 
@@ -75,8 +75,7 @@ def add_rms_norm_kernel(
         own = tl.load(after + i, mask=real, other=0.0).to(tl.float32)
     if ADD and READY:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     h = tl.load(x + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
     if ADD:
         if not READY:
@@ -114,8 +113,7 @@ def gated_product_kernel(
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
     i = first + tl.arange(0, WIDTH)
     real = i < SIZE
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     gate = tl.load(gate_up + row * (2 * SIZE) + i, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + i, mask=real, other=0.0).to(tl.float32)
     if ACTIVATION == "clamped":
@@ -139,8 +137,7 @@ def quantize_rows_kernel(
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
     i = first + tl.arange(0, WIDTH)
     real = i < SIZE
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     y = tl.load(x + row // SHARE * SIZE + i, mask=real, other=0.0).to(tl.float32)
     store_row(
         y, row, first, i, i < LENGTH, out, scales, scale, experts, None, pitch, LENGTH, STATIC,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.attention_inputs import KVPool
 from kernels.triton.attention.latent import check_latents
-from kernels.triton.common import EARLY_ROWS, announce, overlap, quantize, require, wait
+from kernels.triton.common import EARLY_ROWS, overlap, quantize, require, wait_and_announce
 
 
 @triton.jit
@@ -28,8 +28,7 @@ def latent_write_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs (token, 0 for what is cached and 1 for the queries); HALF is TURN / 2, padded."""
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, HALF)
     turning = i < TURN // 2

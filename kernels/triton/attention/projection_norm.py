@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import EARLY_ROWS, announce, overlap, require, wait
+from kernels.triton.common import EARLY_ROWS, overlap, require, wait_and_announce
 
 
 @triton.jit
@@ -28,8 +28,7 @@ def norm_projections_kernel(
     else:
         w = tl.load(k_norm + i, mask=real, other=0.0).to(tl.float32)
     places = x + row * pitch + part * Q_SIZE + i
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     h = tl.load(places, mask=real, other=0.0).to(tl.float32)
     y = h * (1.0 / tl.sqrt_rn(tl.sum(h * h, 0) / size + eps)) * w
     tl.store(places, y.to(x.dtype.element_ty), mask=real)

@@ -32,7 +32,7 @@ from kernels.triton.attention.paged_cache import (
     scale_kind,
 )
 from kernels.triton.attention.turn import turned
-from kernels.triton.common import EARLY_ROWS, announce, overlap, require, wait
+from kernels.triton.common import EARLY_ROWS, overlap, require, wait_and_announce
 
 FEW = 256  # tokens up to which programs are kept small
 
@@ -79,14 +79,12 @@ def rope_write_kernel(
     WIDE is DIM rounded up to a power of two.
     """
     if not METADATA_READY:
-        wait(OVERLAP)
-        announce(OVERLAP)
+        wait_and_announce(OVERLAP)
     GROUPS: tl.constexpr = (Q_HEADS + HEADS) // PER
     rotating = tl.cdiv(T, TOKENS) * GROUPS
     if tl.program_id(0) >= rotating:
         if METADATA_READY:
-            wait(OVERLAP)
-            announce(OVERLAP)
+            wait_and_announce(OVERLAP)
         block, head = (tl.program_id(0) - rotating) // HEADS, (tl.program_id(0) - rotating) % HEADS
         write_values(
             v, v_pages, slots, v_scale, places, sink_v, (block * V_TOKENS).to(tl.int64), head, T,
@@ -109,8 +107,7 @@ def rope_write_kernel(
         growth = tl.load(growth + row, mask=token < T, other=1.0)[:, None, None]
     slot = tl.load(slots + token, mask=token < T, other=-1).to(tl.int64)
     if METADATA_READY:
-        wait(OVERLAP)
-        announce(OVERLAP)
+        wait_and_announce(OVERLAP)
     if start < Q_HEADS:
         h = head[None, :, None]
         from_q = t * q_pitch + h * DIM + i

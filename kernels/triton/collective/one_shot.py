@@ -28,7 +28,7 @@ from kernels.triton.collective.words import (
     together,
     values_of,
 )
-from kernels.triton.common import ASM, announce, wait
+from kernels.triton.common import ASM, wait_and_announce
 from kernels.triton.fused import added, normed
 from kernels.triton.rows import store_row
 
@@ -181,8 +181,7 @@ def one_shot_kernel(
     b = None if bias is None else of_row(bias, i, real)
     if residual is not None and READY:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     epoch = tl.load(epochs + row) + 1
     if w_scale is not None:
         sx = tl.load(x_scale + row * PER_ROW)

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from kernels.triton.collective.one_shot import of_row, scaled, store_sum
 from kernels.triton.collective.words import PARTS, RESULTS, await_flag, count, fence, raise_flag
-from kernels.triton.common import announce, wait
+from kernels.triton.common import wait_and_announce
 
 FLAGS = tl.constexpr(1024)  # results that are waited for at once
 
@@ -98,8 +98,7 @@ def two_shot_kernel(
     FLOAT: tl.constexpr = totals[0].dtype.element_ty
     number = tl.program_id(0)
     patience = patience.to(tl.int64) * 1000
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     if number == rows:
         await_rows(done[RANK], seen, rows, fault, patience, RANK, WORLD)
         return

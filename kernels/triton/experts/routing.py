@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import announce, overlap, require, wait
+from kernels.triton.common import overlap, require, wait_and_announce
 
 MOST_EXPERTS = 4096
 PART = 1024  # of a row of the sum
@@ -38,8 +38,7 @@ def route_kernel(
     bias = tl.zeros([GROUPS * WIDTH], tl.float32)
     if correction is not None:
         bias = tl.load(correction + e, mask=real, other=0.0)
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     z = tl.load(logits + t * E + e, mask=real, other=-float("inf")).to(tl.float32)
     if SIGMOID:
         s = tl.div_rn(tl.full([GROUPS * WIDTH], 1.0, tl.float32), 1.0 + tl.exp(-z))
@@ -90,8 +89,7 @@ def combine_kernel(
 ):  # fmt: skip
     """Program (token, part of WIDTH elements)."""
     t, i = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     row, real = outputs + t.to(tl.int64) * K * H + i, i < H
     y = tl.load(row, mask=real, other=0.0).to(tl.float32) * tl.load(weights + t * K)
     for j in range(1, K):

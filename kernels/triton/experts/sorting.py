@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import announce, overlap, require, wait
+from kernels.triton.common import overlap, require, wait_and_announce
 
 BLOCK = 1024  # pairs that a program takes at once
 FEW_PAIRS, MOST_BINS = 128, 256  # that one program sorts
@@ -58,8 +58,7 @@ def sort_kernel(
     """Program e finds the pairs of expert e; the last one more, tiles that are not there."""
     e = tl.program_id(0)
     i, own = tl.arange(0, BLOCK), tl.arange(0, BINS)
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, P, BLOCK):
         each = tl.load(chosen + start + i, mask=start + i < P, other=E)
@@ -91,8 +90,7 @@ def sort_few_kernel(
 ):  # fmt: skip
     """The same of up to BLOCK pairs by one program, beside which the next kernel finds room."""
     i, other = tl.arange(0, BLOCK), tl.arange(0, BINS)
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     each = tl.load(chosen + i, mask=i < P, other=BINS - 1)
     for start in range(0, row_tiles, BLOCK):
         tl.store(experts + start + i, -1, mask=start + i < row_tiles)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import announce, require, wait
+from kernels.triton.common import require, wait_and_announce
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.fp4_operands import (
     TARGETS,
@@ -77,8 +77,7 @@ def fp4_kernel(
     words = packed + words + tl.arange(0, 1024)[None, :]
     k = tl.arange(0, 128)[:, None]
     columns = x + row[None, :] * K + k  # x transposed
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for g in tl.range(first, tl.minimum(first + share, blocks), num_stages=STAGES):
         w = tl.load(words + g * (N * 16), eviction_policy="evict_first")

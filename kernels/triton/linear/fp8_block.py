@@ -28,14 +28,13 @@ from torch import Tensor
 from kernels.triton.common import (
     AHEAD,
     ASM,
-    announce,
     capability,
     library_scales,
     prefetch_lines,
     require,
     storage,
     takes_wide_steps,
-    wait,
+    wait_and_announce,
 )
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.launch import Product, launch_few_rows, tile_for
@@ -133,8 +132,7 @@ def fp8_block_kernel(
     of_rows = x_scale + token * row_step
     if OVERLAP:
         prefetch_runs(packed + output.to(tl.int64) * width, i, width, first * RUNS, RUNS)
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for step in tl.range(first, tl.minimum(first + share, steps), num_stages=STAGES):
         for run in tl.static_range(RUNS):

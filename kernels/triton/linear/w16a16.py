@@ -23,12 +23,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.triton.common import (
     AHEAD,
     Workspace,
-    announce,
     capability,
     prefetch_lines,
     require,
     takes_wide_steps,
-    wait,
+    wait_and_announce,
 )
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.launch import Product, launch_few_rows
@@ -76,8 +75,7 @@ def w16a16_kernel(
         for i in tl.static_range(AHEAD):
             if first + i < K // BLOCK:
                 prefetch_lines(rows_of_weight + (first + i) * BLOCK + line[None, :])
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for g in tl.range(first, tl.minimum(first + share, K // BLOCK), num_stages=STAGES):
         if tiles is not None:

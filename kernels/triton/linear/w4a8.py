@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import announce, wait
+from kernels.triton.common import wait_and_announce
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.hopper.w4_launch import Levels, launch_w4, many_rows_tile, takes
 from kernels.triton.linear.launch import Product, by_warps, fitting, launch_few_rows
@@ -151,8 +151,7 @@ def w4a8_kernel(
     columns = x + row[None, :] * K + tl.arange(0, GROUP)[:, None]  # [GROUP, ROWS], x transposed
     if MULTIPLIERS:
         scale += (tile * (OUTPUTS // 4) + tl.arange(0, OUTPUTS // 4)) * MULTIPLIERS
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.int32 if EXACT else tl.float32)
     for block in tl.range(first, tl.minimum(first + share, K // 128), num_stages=STAGES):
         for i in tl.static_range(128 // GROUP):

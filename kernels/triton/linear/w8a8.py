@@ -33,14 +33,13 @@ from torch import Tensor
 
 from kernels.triton.common import (
     AHEAD,
-    announce,
     is_sm_90,
     library_scales,
     prefetch,
     prefetch_lines,
     require,
     takes_wide_steps,
-    wait,
+    wait_and_announce,
 )
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.gather import gather_rows
@@ -97,8 +96,7 @@ def w8a8_kernel(
                 else:
                     line = tl.arange(0, BLOCK // 128) * 128
                     prefetch_lines(packed + (first + i) * step + n[:, None] * pitch + line[None, :])
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], SUM)
     for g in tl.range(first, tl.minimum(first + share, K // BLOCK), num_stages=STAGES):
         w = tl.load(weights + g * step, eviction_policy="evict_first")

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import announce, wait
+from kernels.triton.common import wait_and_announce
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.gather import gather_rows
 from kernels.triton.linear.launch import Product, by_warps, fitting, launch_few_rows
@@ -152,8 +152,7 @@ def weight_only_kernel(
     words = (tile * (OUTPUTS // 64) + tl.arange(0, OUTPUTS // 64))[:, None] * WORDS
     words = packed + words + tl.arange(0, WORDS)[None, :]
     columns = x + row[None, :] * width + tl.arange(0, STEP)[:, None]  # x transposed
-    wait(OVERLAP)
-    announce(OVERLAP)
+    wait_and_announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     if GROUP == 0:
         s0, s1, s2, s3, z0, z1, z2, z3 = scales_of(scale + n, N, GROUP, BITS, ZERO)
