@@ -74,7 +74,7 @@ class EngineInfo:
         max_batch_size: Most requests that run at once.
         device: Where it runs, such as `cpu` or `cuda:0`.
         quantization: Name of the checkpoint's scheme, such as `a8w8c8`; `float` without one.
-        kv_cache: Type of K and V in the cache, such as `int8` or `float32`.
+        kv_cache: Type of K and V in the cache, such as `int8`, `int8/int4` or `float32`.
         speculates: Whether its steps have drafts of the next tokens.
     """
 

@@ -97,8 +97,9 @@ def settings_for(
         columns = sources.guess_columns(path)
         settings |= {f"dataset.{key}": column for key, column in columns.items()}
     written = [f"{key}={override_value(value)}" for key, value in settings.items()]
-    # half of a small file may hold less than the recipe asks for
-    return [*written, *(["dataset.fewer=true"] if data is not None else []), *given]
+    if data is not None and not any(text.startswith("dataset.fewer=") for text in given):
+        written.append("dataset.fewer=true")  # half of a small file may hold less than is asked for
+    return [*written, *given]
 
 
 def default_output(model: str | Path, label: str) -> Path:

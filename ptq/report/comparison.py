@@ -300,6 +300,7 @@ def _explain(axes: Axes, points: Sequence[Point]) -> None:
     axes.set_ylabel("KL divergence to the original (nats)")
     axes.set_title("What each run costs, and what it saves")
     kinds = [("float cache", QUANTIZED, QUANTIZED), ("quantized cache", CACHE, CACHE)]
+    kinds = [kind for kind in kinds if any(p.color == kind[1] for p in points)]
     if any(p.tool for p in points):
         kinds.append(("other tools, at the size of our runs of as many bits", ORIGINAL, "white"))
     for name, color, face in kinds:

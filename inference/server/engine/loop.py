@@ -14,7 +14,7 @@ from inference.requests.request import StepResult
 from inference.scheduling.acceptance import NOT_FINITE
 from inference.server import messages
 from inference.speculate.counts import DraftCounts
-from kernels.attention_inputs import KV_BLOCK
+from kernels.attention_inputs import KV_BLOCK, KVPool
 
 LOOK = 1.0  # seconds; so often an idle engine is looked at
 MOST_FAILURES = 3  # steps in a row that fail before the engine is given up
@@ -162,6 +162,12 @@ def adapters_of(engine: Engine) -> dict[str, str]:
     return {name: str(path) for name, path in engine.adapters.items()}
 
 
+def cache_type(pool: KVPool) -> str:
+    """Type of K and V in a cache, such as `int8`; of both where they differ, as in `int8/int4`."""
+    names = (str(t.dtype).removeprefix("torch.") for t in (pool.k, pool.v))
+    return "/".join(dict.fromkeys("int4" if name == "uint8" else name for name in names))
+
+
 def describe(engine: Engine) -> messages.EngineInfo:
     """What the HTTP process learns of an engine."""
     sizes, pool = engine.config, engine.pools[0]
@@ -177,7 +183,7 @@ def describe(engine: Engine) -> messages.EngineInfo:
         block_size=KV_BLOCK,
         device=str(pool.k.device),
         quantization=engine.checkpoint.scheme.wac,
-        kv_cache=str(pool.k.dtype).removeprefix("torch."),
+        kv_cache=cache_type(pool),
         end_tokens=engine.end_tokens,
         speculates=engine.speculation is not None,
         adapters=adapters_of(engine),

@@ -49,12 +49,14 @@ def test_every_scheme_is_that_of_its_recipe(scheme, given, desk):
 def test_it_is_a_run_that_can_be_pasted(given, desk, capsys):
     words = ["own model", "--recipe", "w4_best", "--data", "rows.jsonl", "--set", "device=cpu"]
     assert quantize.main(words) == 0
-    (got,) = given
+    got = given[0]
     settings = ["model.path=own model", "dataset.name=rows.jsonl", "dataset.column=prompt"]
     settings += ["dataset.fewer=true", "device=cpu"]
     assert got[0] == "w4_best"
     assert got[2::2] == [*settings, str(Path("output/own model-w4_best"))]
     assert "ptq run w4_best --set 'model.path=own model'" in capsys.readouterr().out
+    assert quantize.main([*words, "--set", "dataset.fewer=true"]) == 0
+    assert given[1].count("dataset.fewer=true") == 1
     recipe = load_recipe(got[0], [word for word in got if "=" in word])
     assert recipe.model.path == desk / "own model"
     assert recipe.dataset.name == str(desk / "rows.jsonl")

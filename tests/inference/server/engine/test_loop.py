@@ -3,8 +3,10 @@
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from formats.errors import CheckpointError, EngineEndedError, EngineError, RequestError
 from inference.engine import Engine
@@ -161,6 +163,12 @@ def test_an_engine_says_whether_it_makes_drafts(tiny_llama):
     assert not loops.describe(engine).speculates
     engine.speculate_by(NGramProposer())
     assert loops.describe(engine).speculates
+
+
+def test_a_cache_is_named_by_the_types_of_k_and_v():
+    k, v = torch.zeros(1, dtype=torch.int8), torch.zeros(1, dtype=torch.uint8)
+    assert loops.cache_type(SimpleNamespace(k=k, v=k)) == "int8"
+    assert loops.cache_type(SimpleNamespace(k=k, v=v)) == "int8/int4"
 
 
 def test_a_step_that_gave_nothing_is_no_message(http):
