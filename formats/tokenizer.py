@@ -15,7 +15,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.documents import read_document
 from formats.errors import CheckpointError
 from formats.families.values import GenerationValues
-from formats.modeling.config import spare_activations
+from formats.modeling.config import defer_activations
 from formats.published.tokenizers import (
     COMPLETE,
     SENTENCEPIECE,
@@ -44,7 +44,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    spare_activations()
+    defer_activations()
     if not has_tokenizer(folder):
         raise _unusable(folder, f"there is none: no {', '.join(VOCABULARIES)}")
     try:

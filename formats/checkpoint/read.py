@@ -243,9 +243,10 @@ class Checkpoint(NamedTensors):
         """
         schemes = (self.scheme.of_layers, *self.own_schemes.values())
         sizes = {scheme.weights.group_size or 0 for scheme in schemes if scheme.weights}
-        several = len(sizes) > 1 and all(sizes)
-        size = f"--set scheme.weights.group_size={min(sizes, default=0)}"
-        one = f" and with `--set 'layers=[]' {size}`, as `ptq solve` does" if several else ""
+        one = ""
+        if len(sizes) > 1 and all(sizes):
+            size = f"--set scheme.weights.group_size={min(sizes)}"
+            one = f" and with `--set 'layers=[]' {size}`, as `ptq solve` does"
         for name, scheme in self.own_schemes.items():
             raise CheckpointError(
                 f"{self.path}: found {scheme.text} in {name} and {self.scheme.of_layers.text} in "

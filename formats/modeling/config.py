@@ -34,7 +34,7 @@ class _Activations(Mapping[str, Any]):
         return len(importlib.import_module(ACTIVATIONS).ACT2FN)
 
 
-def spare_activations() -> None:
+def defer_activations() -> None:
     """Let configurations of transformers be imported without functions of activations.
 
     They check values by a module that takes those to know their names, which hardly any of them
@@ -61,7 +61,7 @@ def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
     Raises:
         CheckpointError: transformers knows no such model, or refuses a value.
     """
-    spare_activations()
+    defer_activations()
     rest = plain_values(values)
     kind = str(rest.pop("model_type", None))
     make_known(kind)

@@ -54,7 +54,7 @@ TUNED = (  # families of a device's table of tiles; `_many` are kernels of many 
     *TUNED_ATTENTION,
     *TUNED_PROMPTS,
 )
-TUNED_ROWS = (16, 64, 256)
+TUNED_ROWS = (8, 16, 64, 256)
 
 
 @dataclass(frozen=True)

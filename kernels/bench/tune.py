@@ -183,9 +183,9 @@ def entries(
             key = f"{bucket(sequences * 8)}x{bucket(context // 64)}"
             yield (key,), case, cuts(sequences, context, processors)
     else:
-        for (outputs, inputs), rows in itertools.product(arguments.shapes, arguments.rows):
+        rows_of = {tuning.bucket_of(family, rows): rows for rows in arguments.rows}
+        for (outputs, inputs), (own, rows) in itertools.product(arguments.shapes, rows_of.items()):
             if has_choice(family, rows):
                 size = (rows, outputs, inputs)
                 case = gpu_linear.gemm(family.removesuffix("_many"), *size, workspace)
-                keys = (f"{outputs}x{inputs}", str(tuning.bucket_of(family, rows)))
-                yield keys, case, tiles(family, *size, processors)
+                yield (f"{outputs}x{inputs}", str(own)), case, tiles(family, *size, processors)

@@ -6,9 +6,9 @@ same chip (`LIKE`). A table maps family, "N x K" and a bucket of rows to a tile:
 
     {"w4a16": {"28672x4096": {"16": {"outputs": 256, "rows": 16, "splits": 1, ...}}}}
 
-Rows fall into buckets by powers of two from 16 on, so that one row and sixteen share a tile; of
-weights that become floats or integers on the way up to 8 are a bucket, too, whose tiles warps
-multiply by themselves.
+Rows fall into buckets by powers of two from 16 on, so that one row and sixteen share a tile. Where
+weights are unpacked on the way (`fewest_rows`) the first bucket is up to 8 rows, whose tiles single
+warps multiply.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def bucket(rows: int) -> int:
 
 
 def fewest_rows(family: str) -> int:
-    """Rows of the smallest bucket of a family."""
+    """Rows of the smallest bucket of a family: fewer where weights are unpacked on the way."""
     return FEWEST if family.startswith(("w4", "w8a16")) else 16
 
 

@@ -190,6 +190,11 @@ LABELS = {
 }
 
 
+def keeps(measured: float, limit: float, upper: bool) -> bool:
+    """Whether a figure itself keeps an upper or a lower limit."""
+    return measured <= limit if upper else measured >= limit
+
+
 def check_thresholds(thresholds: ThresholdsSpec, accuracy: Accuracy) -> tuple[Check, ...]:
     """Hold what was measured against the recipe's thresholds; those that are null are left out."""
     figures = (
@@ -203,7 +208,7 @@ def check_thresholds(thresholds: ThresholdsSpec, accuracy: Accuracy) -> tuple[Ch
             measured=measured,
             limit=limit,
             upper=upper,
-            holds=measured <= limit if upper else measured >= limit,
+            holds=keeps(measured, limit, upper),
         )
         for name, measured, limit, upper in figures
         if limit is not None

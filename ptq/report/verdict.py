@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from inference.accuracy import STRANGE, Accuracy, Interval
-from ptq.report.data import LABELS, AlsoMeasured, Check, ReportData
+from ptq.report.data import LABELS, AlsoMeasured, Check, ReportData, keeps
 from ptq.report.known import MARGIN, Known, beside_margin
 from ptq.report.page import Cells, Table
 from ptq.text import percent, size_text
@@ -91,7 +91,7 @@ def _is_unsure(check: Check, ends: Interval | None) -> bool:
 
 def _beyond(check: Check) -> bool:
     """Whether the figure itself misses the limit; of what is known it may hold all the same."""
-    return check.measured > check.limit if check.upper else check.measured < check.limit
+    return not keeps(check.measured, check.limit, check.upper)
 
 
 def _margin(check: Check, ends: Interval | None, known: Known | None) -> str:

@@ -61,6 +61,7 @@ SCHEMES = {
     "w4_g32": LayerScheme(weights=WeightSpec(dtype="int4", granularity="group", group_size=32)),
 }  # of a head
 FLOAT = "float"  # the name of a group's candidate that leaves it as it is
+HEAD_SCHEMES = {name: scheme for name, scheme in SCHEMES.items() if name != FLOAT}
 GROUPS = (BLOCK, 64, 32)  # sizes that int4 candidates have
 
 

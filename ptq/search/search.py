@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from ptq.recipe.reading import LoadedRecipe, resolved_yaml
 from ptq.recipe.schema import LayersSpec, OutputSpec, Recipe, ReportSpec, StatisticsSpec
 from ptq.result import QuantizationResult, load_result
 from ptq.search.choice import Frontier, Point, chosen_recipe, frontier
-from ptq.search.costs import FLOAT, SCHEMES, Costs, candidates, gather, groups_of, head_costs
+from ptq.search.costs import HEAD_SCHEMES, SCHEMES, Costs, candidates, gather, groups_of, head_costs
 from ptq.search.record import BudgetRecord, Curve, Measured, Trial, Tried, loss_of
 from ptq.text import size_text
 
@@ -107,9 +107,8 @@ def count_costs(
     spec = next(method for method in recipe.methods if isinstance(method, CostsSpec))
     head = None
     if plan.head is not None:
-        of_head = {name: scheme for name, scheme in SCHEMES.items() if name != FLOAT}
         sequences = driver.in_canonical_order(tokens.sequences())
-        head = head_costs(model, of_head, sequences, device)
+        head = head_costs(model, HEAD_SCHEMES, sequences, device)
     costs = gather(plan, spec, seen.found, model, list(schemes), key, head)
     costs.save(folder)
     return costs, seen
@@ -126,9 +125,8 @@ def _refuse_too_small(
     if budget.of_accuracy:
         return
     smallest, nbytes, elements = dict[str, LayerScheme](), 0, 0
-    of_head = {name: scheme for name, scheme in SCHEMES.items() if name != FLOAT}
     for layer in (layer for group in groups_of(plan).values() for layer in group):
-        own = (of_head if layer.name == plan.head else schemes).values()
+        own = (HEAD_SCHEMES if layer.name == plan.head else schemes).values()
         sizes = [weight_bytes(scheme, layer.shape, torch.bfloat16) for scheme in own]
         smallest[layer.name] = list(own)[sizes.index(min(sizes))]
         nbytes += min(sizes) * (layer.name != plan.head)
@@ -136,11 +134,7 @@ def _refuse_too_small(
     caches = [plan.recipe.cache_of(block) for block in plan.blocks]
     whole, bits = predict_checkpoint(model, smallest, caches), 8 * nbytes / elements
     if (whole, bits)[budget.limit[0] == "bits"] > budget.limit[1]:
-        raise RecipeError(
-            f"budget: {budget.text} cannot be kept for the target {budget.target}: no choice takes "
-            f"less than {bits:.3f} bits a weight of the blocks, {size_text(whole)} ({whole} bytes) "
-            "with what stays as it is. Allow more"
-        )
+        raise RecipeError(_unkept(budget, "no choice takes less than", bits, whole, schemes))
 
 
 def counting_recipe(recipe: Recipe) -> Recipe:
@@ -363,15 +357,19 @@ def _unreachable(least: Point, budget: BudgetSpec, costs: Costs) -> str:
         for group, i in zip(costs.groups, least.choice, strict=True)
         if group.label != costs.head
     )
-    about = (
-        f"{8 * of_blocks / costs.elements:.3f} bits a weight of the blocks, {size_text(size)} "
-        f"({size} bytes) with what stays as it is, a predicted KL divergence of "
-        f"{usual_kl_excess(costs.rounding) * least.kl:.2g} nats"
-    )
+    loss = f", a predicted KL divergence of {usual_kl_excess(costs.rounding) * least.kl:.2g} nats"
     what = "the least predicted loss is at" if budget.of_accuracy else "the smallest is"
+    return _unkept(budget, what, 8 * of_blocks / costs.elements, size, costs.schemes, loss)
+
+
+def _unkept(
+    budget: BudgetSpec, what: str, bits: float, nbytes: int, schemes: Iterable[str], loss: str = ""
+) -> str:
+    """Why a budget is refused: what was found, what there is to choose from, what helps."""
     return (
-        f"budget: {budget.text} cannot be kept for the target {budget.target}: {what} {about}; "
-        f"candidates are {', '.join(costs.schemes)}. Allow more, or use the float model"
+        f"budget: {budget.text} cannot be kept for the target {budget.target}: {what} {bits:.3f} "
+        f"bits a weight of the blocks, {size_text(nbytes)} ({nbytes} bytes) with what stays as it "
+        f"is{loss}; candidates are {', '.join(schemes)}. Allow more, or use the float model"
     )
 
 

@@ -76,8 +76,10 @@ def with_group(
     GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
     WARP: tl.constexpr,
 ):  # fmt: skip
-    """A sum and the product of the g-th group of inputs; those of the first are at `tiles`, at
-    `columns` and, with MULTIPLIERS, their words at `scale`, which else begins a table [groups, N].
+    """acc and the product of the g-th group of inputs.
+
+    `tiles` and `columns` point to weights and inputs of the first group, `scale` to a table
+    [groups, N], or with MULTIPLIERS to the words of the first group's.
     """
     w = tl.load(tiles + g * (N * (GROUP // 2)), eviction_policy="evict_first")
     if MULTIPLIERS:

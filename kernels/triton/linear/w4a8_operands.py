@@ -30,7 +30,7 @@ MULTIPLIED = tl.constexpr(
 
 
 @triton.jit
-def operand(packed, z, ZERO: tl.constexpr, WARP: tl.constexpr = False):
+def operand(packed, z, ZERO: tl.constexpr, WARP: tl.constexpr):
     """Packed bytes [tiles, 32 group] -> int8 [outputs, group]: 16 q, or q - z if `ZERO`."""
     tiles: tl.constexpr = packed.shape[0]
     words: tl.constexpr = packed.shape[1] // 1024
@@ -53,7 +53,7 @@ def operand(packed, z, ZERO: tl.constexpr, WARP: tl.constexpr = False):
 
 
 @triton.jit
-def multiplied_operand(packed, words, WARP: tl.constexpr = False):
+def multiplied_operand(packed, words, WARP: tl.constexpr):
     """Packed bytes [tiles, 4096] and words of multipliers [16 tiles, groups] -> int8 q m."""
     tiles: tl.constexpr = packed.shape[0]
     GROUPS: tl.constexpr = words.numel // (16 * tiles)
