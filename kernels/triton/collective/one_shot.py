@@ -203,7 +203,7 @@ def one_shot_kernel(
     if after is not None:
         h = held_like(h, before.to(tl.float32))
     store_sum(
-        h, own, before, w, row, i, real, (total,), None if out is None else (out,), (scales,),
-        scale, eps, pitch, SIZE, STATIC, GROUP, BITS,
+        h, own, before, w, row, i, real, (total,), None if out is None else (out,),
+        None if scales is None else (scales,), scale, eps, pitch, SIZE, STATIC, GROUP, BITS,
     )  # fmt: skip
     count(epochs + row, epoch)

@@ -225,6 +225,7 @@ def test_a_rank_that_is_told_to_give_up_waits_no_longer():
         reduce.check()
 
 
+@pytest.mark.every_triton
 @pytest.mark.parametrize("way", ["one_shot", "two_shot"])
 @compiled
 def test_no_warp_counts_an_exchange_before_all_have_read_its_number(way):
@@ -234,6 +235,7 @@ def test_no_warp_counts_an_exchange_before_all_have_read_its_number(way):
     reduce.way = way
     with building_for(90) as built:
         reduce.add_rms_norm(x, x, x[0], 1e-6, torch.ones(1), torch.int8)
+        reduce.add_rms_norm(x, x, x[0], 1e-6, None, x.dtype)
         reduce.sum(x)
     for binary in built:
         between = counted(binary.ptx)
