@@ -19,7 +19,7 @@ import torch
 
 from kernels.bench.shapes import DECODE, PREFILL, TUNED_ATTENTION, TUNED_PROMPTS
 from kernels.triton import tuning
-from kernels.triton.tuning import KVSplit, PrefillTile, Tile, bucket
+from kernels.triton.tuning import KVSplit, PrefillTile, Tile, bucket, power_of_two
 
 if TYPE_CHECKING:  # the rest needs Triton, and its absence is reported
     from kernels.bench.case import BenchCase
@@ -180,7 +180,7 @@ def entries(
         dtype = torch.uint8 if "int4" in family else dtype
         for sequences, context in DECODE:
             case = gpu_attention.attention(sequences, context, workspace, dtype, per_token)
-            key = f"{bucket(sequences * 8)}x{bucket(context // 64)}"
+            key = f"{power_of_two(sequences * 8)}x{bucket(context // 64)}"
             yield (key,), case, cuts(sequences, context, processors)
     else:
         rows_of = {tuning.bucket_of(family, rows): rows for rows in arguments.rows}
