@@ -132,7 +132,7 @@ class AllReduce:
             )
 
     def give_up(self) -> None:
-        """Have all kernels that wait for a rank go on within milliseconds, as ranks are gone."""
+        """Have all kernels that wait for a rank go on within some 50 ms, as ranks are gone."""
         if not int(self._fault[0]):
             self._fault[0] = GIVEN_UP
 

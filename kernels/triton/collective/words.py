@@ -11,7 +11,8 @@ Two ways, those of NCCL (its protocols LL and Simple):
 
 Whoever waits gives up after `patience` nanoseconds, leaves 1 + the rank that it waited for in
 `fault`, and what of it (`PARTS`, `RESULTS`), and goes on with what is there. Once a fault is set,
-others wait for a millisecond alone.
+others wait for 34 ms alone. It is in the host's memory, and looks of all warps that wait take as
+long again: a rank that is late by milliseconds must cause none.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
@@ -45,7 +46,7 @@ selp.b32 $2, 1, 0, good; }""")
 # After a look that did not find it: give up after so long, sooner once a fault is reported.
 _PATIENCE = """mov.u64 now, %globaltimer;
 sub.u64 now, now, start;
-setp.lt.u64 more, now, 1048576;
+setp.lt.u64 more, now, 33554432;
 @more bra AGAIN;
 ld.volatile.global.b32 told, [{fault}];
 setp.ne.b32 more, told, 0;
