@@ -211,7 +211,11 @@ def _documents(spec: DatasetSpec, split: Split, root: Path, tokenizer: Any) -> D
     other = spec.evaluation_name if spec.evaluation_name != spec.name else None
     if other is None and spec.evaluation_split is None:
         texts, notes = read(spec.name, spec.split)
-        return texts if spec.name == "stdlib" else divided(texts, split), notes
+        if spec.name == "stdlib":
+            return texts, notes
+        if len({text for text in texts if text.strip()}) == 1:
+            notes += ("one document: its first half calibrates, its second measures",)
+        return divided(texts, split), notes
     if split == "calibration":
         return read(spec.name, spec.split)
     texts, notes = read(other or spec.name, spec.evaluation_split or spec.split)

@@ -316,6 +316,15 @@ def test_a_single_line_is_cut_at_a_space():
     assert parts == [["one two "], ["three four"]]
 
 
+def test_that_one_document_serves_both_splits_is_said(tokenizer, tmp_path):
+    for rows, said in ((["def f(): pass\n" * 40], True), (documents(2), False)):
+        write_rows(tmp_path / "d.jsonl", rows)
+        spec = DatasetSpec(name=str(tmp_path / "d.jsonl"), fewer=True)
+        for split in ("calibration", "evaluation"):
+            notes = load_tokens(spec, tokenizer, split).notes
+            assert any("its first half calibrates" in note for note in notes) == said
+
+
 def test_of_a_large_source_only_a_part_is_tokenized(tokenizer, tmp_path, monkeypatch):
     from calibrate import windows
 
