@@ -27,6 +27,7 @@ from formats.hub import is_hub_id
 from ptq.commands import run
 from ptq.commands.shared import add_quiet, add_settings
 from ptq.recipe.budget import LIMITS, Target
+from ptq.recipe.draft import Override
 from ptq.recipe.own_model import (
     OTHER_NAMES,
     SCHEMES,
@@ -97,7 +98,8 @@ def _budget(arguments: argparse.Namespace) -> list[str]:
         )
     target = f", target: {arguments.target}" if arguments.target else ""
     scheme = [f"scheme={preset_of(arguments.scheme)}"] if arguments.scheme else []
-    return [f"budget={{{name}: {value}{target}}}", *scheme]
+    given = f"--budget {arguments.budget}"
+    return [Override(f"budget={{{name}: {value}{target}}}", given), *scheme]
 
 
 def _scheme(text: str) -> str:

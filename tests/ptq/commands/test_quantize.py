@@ -130,3 +130,11 @@ def test_from_python_it_is_the_same(desk):
             ptq.quantize(**wrong)
     with pytest.raises(RecipeError, match=r"no scheme 'awq'; .*allowed: w4, "):
         ptq.quantize(model="own model", scheme="awq")
+
+
+@pytest.mark.parametrize("limit", ["kl=abc", "bits=99"])
+def test_a_budget_is_refused_as_it_was_typed(limit, given, desk):
+    with pytest.raises(RecipeError, match=rf"^--budget {limit}: budget\.") as refused:
+        quantize.main(["own model", "--budget", limit])
+    assert "--set" not in str(refused.value)
+    assert given == []
