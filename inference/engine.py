@@ -347,7 +347,7 @@ class Engine:
 
     def add_request(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Tensor,
         params: SamplingParams | None = None,
         request_id: str | None = None,
     ) -> str:
@@ -384,7 +384,7 @@ class Engine:
 
     def hold(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Tensor,
         *,
         top: int,
         beams: int = 1,
@@ -524,13 +524,13 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str] | Sequence[Sequence[int] | Tensor],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer a batch of prompts.
 
         Args:
-            prompts: Texts or token id lists.
+            prompts: Texts or token ids, a list each; or one text.
             params: For all of them, or one for each.
 
         Returns:
@@ -539,6 +539,7 @@ class Engine:
         Raises:
             RequestError: a prompt or its parameters are not allowed; none is run.
         """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(f"params: {len(each)} for {len(prompts)} prompts", "params")
@@ -557,7 +558,7 @@ class Engine:
         return [done[name] for name in names]
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self, prompt: str | Sequence[int] | Tensor, params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
         """Answer one prompt token by token; closing the iterator aborts the request."""
         name = self.add_request(prompt, params)
@@ -666,10 +667,18 @@ class Engine:
             raise RequestError(f"request_id: {asked!r} is running already", "request_id")
         return asked or next(n for n in self._names if n not in self._requests)
 
-    def _tokens(self, prompt: str | Sequence[int], given: int) -> list[int]:
+    def _tokens(self, prompt: str | Sequence[int] | Tensor, given: int) -> list[int]:
         """Token ids of a prompt that may be run after so many that an adapter gives."""
-        text = isinstance(prompt, str)
-        tokens = text_tokens(self.tokenizer, prompt) if text else list(prompt)
+        if isinstance(prompt, str):
+            tokens = text_tokens(self.tokenizer, prompt)
+        elif isinstance(prompt, Sequence | Tensor):
+            tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+        else:
+            raise RequestError(
+                f"prompt: found {prompt!r:.40}; needed is text, or a list of token ids. Messages "
+                "of a chat become text by apply_chat_template of the tokenizer",
+                "prompt",
+            )
         self._check_prompt(tokens, 1 + given)
         return tokens
 

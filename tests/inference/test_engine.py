@@ -310,6 +310,22 @@ def test_prompts_that_are_not_allowed(tiny_llama):
     assert runner.abort("unknown") is None
 
 
+def test_a_prompt_is_text_or_token_ids(tiny_llama):
+    runner, params = engine_of(tiny_llama), SamplingParams(max_tokens=4)
+    (wanted,) = runner.generate(["class Node:"], params)
+    ids = runner.tokenizer("class Node:")["input_ids"]
+    for prompts in ("class Node:", [ids], [tuple(ids)], [torch.tensor(ids)]):
+        (output,) = runner.generate(prompts, params)
+        assert output.token_ids == wanted.token_ids
+    for prompts in (ids, [{"role": "user", "content": "hi"}], [None]):
+        with pytest.raises(
+            RequestError, match="prompt: found .*; needed is text, or a list of token"
+        ):
+            runner.generate(prompts, params)
+    with pytest.raises(RequestError, match=r"prompt: token \[.* is not in the vocabulary"):
+        runner.generate(torch.tensor([[ids]]), params)
+
+
 def test_an_engine_that_cannot_hold_one_request_is_refused(tiny_llama):
     with pytest.raises(EngineError, match="kv_blocks 3"):
         engine_of(tiny_llama, kv_blocks=3)
