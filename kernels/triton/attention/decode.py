@@ -254,20 +254,23 @@ def sum_runs(
 
 @triton.jit
 def combine(place, h, d, runs, PADDED: tl.constexpr, WIDE: tl.constexpr):
-    """(m, l, acc) over all runs of one (sequence, head), added in order."""
+    """(m, l, acc) over all runs of one (sequence, head), added in order, several read at once."""
     m = tl.full([PADDED], LOWEST, tl.float32)
     l = tl.zeros([PADDED], tl.float32)  # noqa: E741
     acc = tl.zeros([WIDE, PADDED], tl.float32)
-    for i in range(runs):
-        own = place + i * PADDED * (WIDE + 2)
-        part_m = tl.load(own + PADDED * WIDE + h, cache_modifier=".cg")
-        part_l = tl.load(own + PADDED * WIDE + PADDED + h, cache_modifier=".cg")
-        part = tl.load(own + h[None, :] * WIDE + d[:, None], cache_modifier=".cg")
-        top = tl.maximum(m, part_m)
-        old, new = tl.exp2(m - top), tl.exp2(part_m - top)
-        l = l * old + part_l * new  # noqa: E741
-        acc = acc * old[None, :] + part * new[None, :]
-        m = top
+    AT_ONCE: tl.constexpr = 8 if WIDE * PADDED <= 2048 else 4 if WIDE * PADDED <= 4096 else 1
+    for first in range(0, runs, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):
+            own, there = place + (first + j) * PADDED * (WIDE + 2), first + j < runs
+            part_m = tl.load(own + PADDED * WIDE + h, there, LOWEST, cache_modifier=".cg")
+            part_l = tl.load(own + PADDED * WIDE + PADDED + h, there, 0.0, cache_modifier=".cg")
+            cells = own + h[None, :] * WIDE + d[:, None]
+            part = tl.load(cells, there, 0.0, cache_modifier=".cg")
+            top = tl.maximum(m, part_m)
+            old, new = tl.exp2(m - top), tl.exp2(part_m - top)
+            l = l * old + part_l * new  # noqa: E741
+            acc = acc * old[None, :] + part * new[None, :]
+            m = top
     return m, l, acc
 
 

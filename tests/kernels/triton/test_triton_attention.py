@@ -185,6 +185,17 @@ def test_sink_tokens_are_read_as_floats(storage, dims, shape, count, changes):
         refused("sink_. is .* beside pages with scales", decode_attention, few, beside, workspace)
 
 
+@pytest.mark.parametrize("group", [2, 17])
+@interpreted
+def test_more_runs_than_are_added_at_once(group):
+    inputs = make_inputs("bf16", 0, 1, 208)
+    pages = torch.arange(11, dtype=torch.int32).remainder(PAGES)[None]
+    inputs = replace(inputs, block_tables=pages, context_len=torch.tensor([700]).int())
+    q, workspace = make_queries(1, group, 208), Workspace.on("cpu", 1 << 19, 64)
+    got = decode_attention(q, inputs, workspace, split=KVSplit(4, 11))
+    assert distance(got, twins.decode_attention(q, inputs)) < 8e-4
+
+
 @pytest.mark.parametrize("window", [None, 130])
 @interpreted
 def test_runs_have_as_many_pages_as_the_split_says_at_least(window):
