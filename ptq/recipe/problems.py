@@ -126,6 +126,8 @@ def _need(detail: ErrorDetails) -> str:
     for kind, (word, bound) in BOUNDS.items():
         if detail["type"] == kind:
             return f"{word} {detail.get('ctx', {})[bound]:g}"
+    if detail["type"] == "too_short":
+        return f"{detail.get('ctx', {})['min_length']} or more"
     text = named.get(detail["type"], detail["msg"])
     return text.removeprefix("Input should be ").removeprefix("a value ")
 
@@ -137,6 +139,8 @@ def _found(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return f"the text {value!r}"
+    if value == []:
+        return "an empty list"
     return {dict: "a mapping", list: "a list"}.get(type(value), f"{value!r}")
 
 

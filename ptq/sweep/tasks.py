@@ -35,6 +35,7 @@ from formats.files import replace_file
 from formats.hub import find_model, is_hub_id
 from formats.strict import Strict
 from ptq.output import REPORT_FOLDER, is_taken
+from ptq.recipe.draft import Override
 from ptq.recipe.own_model import find_recipe, shipped_paths
 from ptq.recipe.problems import Where, describe, recipe_error
 from ptq.recipe.reading import output_override, read_recipe, resolved_yaml
@@ -298,8 +299,8 @@ def _task(
     recipe = entry.recipe
     if (folder / recipe).is_file() or recipe not in shipped_paths():
         recipe = str(find_recipe(Path(recipe).expanduser(), folder).absolute())
-    settings = [f"model.path={override_value(_model_path(model.path, folder))}"]
-    settings += [*spec.set, *entry.set]
+    path = override_value(_model_path(model.path, folder))
+    settings = [Override(f"model.path={path}", f"models: {model.path}"), *spec.set, *entry.set]
     run = output / model.label / entry.label
     loaded = read_recipe(recipe, [*settings, *output_override(run)])
     words = [recipe, *(word for one in settings for word in ("--set", one)), "--output", str(run)]

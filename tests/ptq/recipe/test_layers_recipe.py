@@ -73,7 +73,7 @@ def test_the_resolved_recipe_says_the_same_and_nothing_where_there_are_none(tiny
             layers("['re:.*down_proj'], scheme: {}"),
             "layers.0.scheme: quantizes no weights; give weights",
         ),
-        (layers("[], scheme: w8"), "layers.0.match: found a list; needed is"),
+        (layers("[], scheme: w8"), "layers.0.match: found an empty list; needed is"),
         (layers("['re:(']"), "layers.0.match.0: 're:(' is not a regular expression"),
         (
             layers("['re:.*down_proj'], weights: {dtype: int8}"),

@@ -74,6 +74,7 @@ def test_the_example_of_the_docs_names_keys_that_there_are(folder):
         ("set: [d", "set: d", r"sweep.yaml:5: not valid YAML|needed is a list"),
         (SPEC, "[]", r"found no keys; a sweep needs models, recipes and output"),
         ("models: [tiny-python, ", "models: [7, ", r"models.0: found 7; needed is a mapping"),
+        ("models: [", "models: []\nother: [", r"models: found an empty list; needed is 1 or more"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_line_and_what_is_allowed(folder, old, new, told):
@@ -89,5 +90,5 @@ def test_every_task_that_cannot_run_is_told_before_any_runs(folder):
     told = str(error.value)
     assert told.startswith("3 of 4 tasks cannot run")
     assert "tiny-python/mine: --set scheme=w44: scheme" in told
-    assert f"other/w8_rtn: --set model.path={folder}/nowhere" in told
+    assert "other/w8_rtn: models: ./nowhere: model.path: no such folder" in told
     assert not (folder / "out").exists()
