@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, overload
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from formats.errors import RequestError
+from formats.errors import RequestError, suggestion
 from formats.scheme import Strict
 from inference.requests.constraint import Constraint, refused
 
@@ -40,6 +40,9 @@ class RequestParams(Strict):
             faults = error.errors()
             first, at = faults[0], faults[0]["loc"][:1]
             param = str(at[0]) if at else None
+            if param is not None and first["type"] == "extra_forbidden":
+                names = suggestion(param, type(self).model_fields)
+                raise RequestError(f"{param}: unknown parameter; {names}", param) from error
             same = [f["msg"].removeprefix("Input ") for f in faults if f["loc"][:1] == at]
             allowed = " or ".join(dict.fromkeys(same))  # several where several types are allowed
             found = repr(first["input"])

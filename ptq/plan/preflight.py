@@ -249,7 +249,8 @@ def check_output(recipe: Recipe, needed: int, force: bool) -> Faults:
     if path.exists() and not path.is_dir():
         yield key, f"{path} is a file; give a folder with --output"
     elif is_taken(path) and not force:
-        yield key, f"{path} exists already; give --force to replace it, or another --output"
+        replace = "give --force (in Python force=True) to replace it, or another --output"
+        yield key, f"{path} exists already; {replace}"
     if recipe.model.folder.resolve().is_relative_to(path.resolve()):
         yield key, f"{path} holds the model itself; give another --output"
     parent = next(folder for folder in (path, *path.parents) if folder.is_dir())

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from formats.errors import RecipeError, suggestion
 from formats.namespace import ROOT, later
 from formats.scheme import Scheme
+from ptq.recipe.draft import Override
 from ptq.recipe.strict_yaml import override_value, parse
 
 with later():
@@ -64,6 +65,9 @@ def preset_of(scheme: str) -> str:
     return PRESETS_OF.get(name, name)
 
 
+NAMED = {"model.path": "model", "dataset.name": "data"}  # as one gives them without a recipe
+
+
 def settings_for(
     model: str | Path | None,
     *,
@@ -96,7 +100,10 @@ def settings_for(
     if data is not None and not asked and (path := Path(data).expanduser()).exists():
         columns = sources.guess_columns(path)
         settings |= {f"dataset.{key}": column for key, column in columns.items()}
-    written = [f"{key}={override_value(value)}" for key, value in settings.items()]
+    written: list[str] = [
+        Override(f"{key}={override_value(value)}", f"{NAMED.get(key, key)} {value}")
+        for key, value in settings.items()
+    ]
     if data is not None and not any(text.startswith("dataset.fewer=") for text in given):
         written.append("dataset.fewer=true")  # half of a small file may hold less than is asked for
     return [*written, *given]

@@ -115,3 +115,10 @@ def test_a_recipe_is_quantized_from_python(tmp_path, tiny_llama):
         ptq.quantize(recipe, output=tmp_path / "object")
     with pytest.raises(RecipeError, match="a recipe that is no file"):
         ptq.quantize(recipe, overrides=["scheme=w4"])
+
+
+def test_what_was_given_is_named_as_it_was_given(tmp_path):
+    with pytest.raises(RecipeError, match=r"^model \S+/nope: model.path: no such folder"):
+        ptq.quantize("c8", model=tmp_path / "nope", output=tmp_path / "out")
+    with pytest.raises(RecipeError, match=r"^data \S+/no.txt: dataset.name: no such file"):
+        ptq.quantize("c8", model="tiny-python", data=tmp_path / "no.txt", output=tmp_path / "out")

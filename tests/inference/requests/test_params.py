@@ -48,7 +48,7 @@ def test_params_are_values():
         ("min_tokens", 200, None),
         ("stop", ("",), None),
         ("seed", -3, None),
-        ("beams", 3, None),
+        ("max_token", 3, "unknown parameter; did you mean .max_tokens.. allowed: "),
     ],
 )
 def test_what_is_out_of_range_is_refused_by_name(field, value, message):
