@@ -280,14 +280,14 @@ def _top(beam: _Beam, count: int) -> dict[int, float]:
 
 def beam_search(
     engine: Engine,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: str | Sequence[str] | Sequence[Sequence[int]],
     params: BeamParams | None = None,
 ) -> list[list[Hypothesis]]:
     """Search the likeliest continuations of a batch of prompts.
 
     Args:
         engine: An idle engine. Beside other requests, give a `BeamSearch` what its steps tell.
-        prompts: Texts or token id lists.
+        prompts: Texts or token ids, a list each; or one text.
         params: How beams are searched.
 
     Returns:
@@ -305,7 +305,7 @@ def beam_search(
         )
     searches: list[BeamSearch] = []
     try:
-        for prompt in prompts:
+        for prompt in [prompts] if isinstance(prompts, str) else prompts:
             searches.append(BeamSearch(engine, prompt, params))
         while not all(search.done for search in searches):
             result = engine.advance()

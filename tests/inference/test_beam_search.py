@@ -138,9 +138,9 @@ def test_the_default_model_gives_the_beams_of_transformers(
 
 def test_log_probabilities_of_a_hypothesis_are_those_of_its_tokens(default_engine):
     prompt = default_engine.tokenizer(PROMPTS[1])["input_ids"]
-    found = beam_search(
-        default_engine, [prompt], BeamParams(beam_width=3, n=3, max_tokens=9, logprobs=2)
-    )[0]
+    params = BeamParams(beam_width=3, n=3, max_tokens=9, logprobs=2)
+    found = beam_search(default_engine, [prompt], params)[0]
+    assert beam_search(default_engine, PROMPTS[1], params) == [found], "one text is one prompt"
     for one in found:
         scored = torch.log_softmax(default_engine.score([*prompt, *one.token_ids]), dim=-1)
         rows = scored[len(prompt) - 1 : -1]
