@@ -63,13 +63,14 @@ def model_argument(text: str) -> Path:
     return path.absolute() if is_hub_id(path) and not (is_hub_id(text) or path.exists()) else path
 
 
-def model_folder(name: str | Path, revision: str | None = None) -> Path:
+def model_folder(name: str | Path, revision: str | None = None, kind: str = "a model") -> Path:
     """The folder of a model; one of the hub is downloaded into huggingface_hub's cache.
 
     Args:
         name: A folder, a shipped model's name, or `organization/model`. A folder wins where no
             revision is given.
         revision: Branch, tag or commit on the hub; default its main branch.
+        kind: What an error calls it.
 
     Raises:
         CheckpointError: there is no such folder or model, it cannot be had, holds no safetensors or
@@ -83,10 +84,10 @@ def model_folder(name: str | Path, revision: str | None = None) -> Path:
             f"{name} is a local folder, which has no revision {revision!r}; leave the revision out"
         )
     if not is_hub_id(name) or Path(name).is_file():
-        kind = "file" if Path(name).suffix.lower() == ".gguf" else "folder"
+        form = "file" if Path(name).suffix.lower() == ".gguf" else "folder"
         raise CheckpointError(
-            f"{name}: no such {kind}; {near_folder(name)}give the {kind} of a model, or "
-            "organization/model of the Hugging Face hub"
+            f"{name}: no such {form}; {near_folder(name)}give the {form} of {kind}, or its name on "
+            "the Hugging Face hub, organization/name"
         )
     return _download(str(name), revision)
 

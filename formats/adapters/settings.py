@@ -130,7 +130,7 @@ def adapter_folder(path: str | Path) -> Path:
     Raises:
         CheckpointError: there is none, it cannot be had, or it is a file.
     """
-    folder = model_folder(path)
+    folder = model_folder(path, kind="an adapter")
     if not folder.is_dir():
         raise CheckpointError(f"{path} is a file; give the folder of an adapter, with {CONFIG}")
     return folder

@@ -298,7 +298,7 @@ def test_pickles_are_refused(adapter, base):
 
 def test_a_folder_that_is_none(adapter, base, tmp_path):
     refused("no such folder; did you mean", read_lora, tmp_path / "adaptor", base)
-    refused("no such folder", read_lora, adapter / WEIGHTS, base)
+    refused("no such folder; give the folder of an adapter", read_lora, adapter / WEIGHTS, base)
     (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-4])
     refused("not a whole safetensors file", read_lora, adapter, base)
 
