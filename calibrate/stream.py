@@ -37,8 +37,7 @@ from formats.modeling.layers import (
     tied_names,
 )
 from formats.modeling.load import load_own, materialize
-from formats.modeling.model import meta_model
-from formats.modeling.stored_names import renamed_modules
+from formats.modeling.model import meta_model, renamed_modules
 from formats.modeling.trace import handed_empty
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from formats.strict import Strict
+from formats.documents import Strict
 
 CacheType = Literal["int8", "fp8_e4m3", "int4"]
 CacheRole = Literal["k_cache", "v_cache"]

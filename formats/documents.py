@@ -1,4 +1,4 @@
-"""JSON documents, read into models that say what may stand in them."""
+"""JSON documents, and what the models are made of that say what may stand in them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from formats.errors import CheckpointError
 from formats.files import find_file
+
+
+class Strict(BaseModel):
+    """Frozen configuration that rejects unknown keys and does not coerce types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Values(BaseModel):
+    """Values of others' files that are read, by their types; others may stand beside them."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
 
 T = TypeVar("T")
 

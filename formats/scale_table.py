@@ -13,10 +13,9 @@ from typing import Any, Literal
 from pydantic import Field
 from torch import Tensor
 
-from formats.documents import parse
+from formats.documents import Strict, parse
 from formats.errors import CheckpointError
 from formats.namespace import later
-from formats.scheme import Strict
 
 with later():
     import pandas as pd

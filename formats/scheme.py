@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from formats.cache_scheme import KVCacheSpec, StateSpec
-from formats.strict import Strict
+from formats.documents import Strict
 
 WeightType = Literal["int8", "int4", "fp8_e4m3", "fp4_e2m1"]
 ActivationType = Literal["int8", "fp8_e4m3"]

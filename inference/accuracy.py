@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from formats.command import bar
+from formats.documents import Strict
 from formats.errors import EngineError, RequestError
-from formats.scheme import Strict
 from kernels.devices import pass_size
 
 RESAMPLES = 4000

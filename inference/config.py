@@ -7,8 +7,8 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
+from formats.documents import Strict
 from formats.errors import EngineError
-from formats.scheme import Strict
 from inference.proposers import draft_methods
 from inference.scheduling.blocks import blocks_for
 from kernels.attention_inputs import KV_BLOCK

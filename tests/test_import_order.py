@@ -5,7 +5,7 @@
     inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
                  < parallel, speculate, adapters < engine < bench, server
     calibrate    from a model and text to statistics
-    formats      scheme < families < published < modeling < stored < foreign < checkpoint
+    formats      documents < scheme, families < published < modeling < stored < foreign < checkpoint
                  < gguf, adapters
     kernels      numerics, packed_cache < reference < cpu < ops < triton < bench
 
@@ -48,11 +48,11 @@ FLOORS = {
         linear collective recurrence gated_norm
         convolution""",
     "formats": """
-        errors strict
-        cache_scheme namespace
-        command memory files pack scheme chat_template
-        documents lock residual_rotation
-        scale_table families
+        errors
+        files namespace memory pack chat_template
+        documents command lock residual_rotation
+        cache_scheme
+        scheme scale_table families
         published
         hub modeling
         stored

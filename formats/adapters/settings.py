@@ -15,10 +15,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from formats.documents import check_values, read_document
+from formats.documents import Values, check_values, read_document
 from formats.errors import CheckpointError
 from formats.hub import model_folder
-from formats.strict import Values
 
 CONFIG = "adapter_config.json"
 AGAIN = "Save the adapter again by PEFT's save_pretrained"

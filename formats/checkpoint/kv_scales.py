@@ -35,6 +35,7 @@ from torch import Tensor
 
 from formats.cache_scheme import CacheSchemes, KVCacheSpec
 from formats.checkpoint.check import same_names
+from formats.documents import Strict
 from formats.errors import CheckpointError
 from formats.families.registry import predicting_layer
 from formats.families.sizes import Cached
@@ -43,7 +44,6 @@ from formats.modeling.layers import attention_names, cached
 from formats.stored.folder import KV_SCALES, SINK_SCALES, OwnPart
 from formats.stored.safetensors_files import SafetensorsFile, TensorFile, read_elements
 from formats.stored.weights import check_scale
-from formats.strict import Strict
 
 ROLES = ("k_cache", "v_cache")
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from formats.documents import Strict
 from formats.families.family import Family, GatedMLP, LatentAttention
 from formats.families.names import any_expert, expert_of, is_router
-from formats.scheme import Strict
 
 SmoothingKind = Literal["attention_input", "attention_output", "mlp_input", "mlp_output"]
 SMOOTHING_KINDS: tuple[SmoothingKind, ...] = (

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from formats.documents import check_values
+from formats.documents import Values, check_values
 from formats.families.registry import MOST_LAYERS, find_family
-from formats.strict import Values
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

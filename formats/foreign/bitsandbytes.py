@@ -30,9 +30,10 @@ import torch
 from pydantic import Field, PositiveInt, ValidationError
 from torch import Tensor
 
+from formats.documents import Strict
 from formats.errors import CheckpointError
 from formats.foreign.layout import Layout, packed_shape, require_key, require_tensor
-from formats.scheme import PRESETS, Scheme, Strict
+from formats.scheme import PRESETS, Scheme
 from formats.stored.weights import StoredWeight
 
 INT8_LEAVES = ("weight", "SCB", "weight_format")

@@ -14,9 +14,8 @@ from formats.families.names import block_of
 from formats.modeling.config import transformers_config
 from formats.modeling.experts import Experts
 from formats.modeling.load import FAULTS
-from formats.modeling.model import built, take_apart
+from formats.modeling.model import built, named_modules, renamed_modules, take_apart, tied_names
 from formats.modeling.states import cache_argument, find_mixers, narrow_linears
-from formats.modeling.stored_names import named_modules, renamed_modules, tied_names
 from formats.modeling.structure import AttentionSite, BlockStructure, Structure
 from formats.modeling.trace import PROBE, Call, Key, Seen, all_zero, is_stack, key_of, run
 

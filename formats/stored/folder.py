@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from formats.cache_scheme import CacheSchemes, StateSpec
-from formats.documents import check_values, read_document
+from formats.documents import Strict, check_values, read_document
 from formats.errors import CheckpointError
 from formats.families.registry import is_ours
 from formats.families.values import check_model_values
@@ -16,7 +16,6 @@ from formats.files import find_file, sha256_file
 from formats.hub import refuse_other_kinds
 from formats.namespace import later
 from formats.published.layouts import PublishedLayout, find_layout, needs_code
-from formats.strict import Strict
 
 with later():
     from formats.stored import safetensors_files as weights

@@ -18,11 +18,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from formats.documents import parse, read_document
+from formats.documents import Strict, Values, parse, read_document
 from formats.errors import CheckpointError
 from formats.files import find_file, fsync_path
 from formats.hub import refuse_other_kinds
-from formats.strict import Strict, Values
 
 DTYPES = {
     "F64": torch.float64,

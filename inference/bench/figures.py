@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from formats.documents import Strict
 from formats.errors import RequestError
 from formats.namespace import later
-from formats.scheme import Strict
 from inference.bench.load import Load, Run
 from inference.speculate.counts import DraftCounts
 from kernels.bench.case import in_turns

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from formats.documents import Strict
 from formats.errors import EngineError, RequestError
-from formats.scheme import Strict
 from inference.bench.tasks import Task, forced
 from inference.engine import Engine
 from inference.proposers import Proposer

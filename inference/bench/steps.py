@@ -28,7 +28,7 @@ from inference.bench.random_model import HEAD_PRESET, RandomCheckpoint, random_e
 from inference.bench.shapes import read_shape
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.models.feed_forward import MixtureOfExperts
+from inference.models.layers import MixtureOfExperts
 from inference.requests.request import SamplingParams
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager, blocks_for

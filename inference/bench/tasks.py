@@ -27,8 +27,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from formats.documents import Strict
 from formats.errors import EngineError, RequestError
-from formats.scheme import Strict
 from formats.tokenizer import load_tokenizer
 from inference.cpu.batch import Batch
 from inference.cpu.loop import HostLoop

@@ -16,7 +16,7 @@ from inference.cpu.batch import Batch
 from inference.cpu.layers import CpuExperts, Linear, attend_latents, route, sigmoid
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
-from inference.models.feed_forward import FeedForward, GatedMLP, MixtureOfExperts, by_expert
+from inference.models.layers import FeedForward, GatedMLP, MixtureOfExperts, by_expert
 from inference.models.parts import Layer
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.ops import (

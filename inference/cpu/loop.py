@@ -29,7 +29,7 @@ from inference.models.adapters import (
     outputs_of,
 )
 from inference.models.decoder import Decoder
-from inference.models.feed_forward import GatedMLP
+from inference.models.layers import GatedMLP
 from inference.requests.request import StepResult
 from inference.scheduling.acceptance import Acceptance
 from inference.scheduling.active import ActiveRequests

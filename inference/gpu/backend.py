@@ -19,13 +19,12 @@ from inference.gpu.decoder import GpuBatch, GpuDecoder, forward, run_block
 from inference.gpu.experts import GpuExperts, side_by_side
 from inference.gpu.feed_forward import as_one
 from inference.gpu.invariant import invariant_decoder
-from inference.gpu.layers import GpuLinear, pack_linear
+from inference.gpu.layers import GpuLinear, pack_linear, warnings_together
 from inference.gpu.loop import DeviceLoop
 from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, ran_out
 from inference.gpu.ranks import StepRanks
 from inference.gpu.recurrences import FUNCTIONS
 from inference.gpu.runner import GpuRunner
-from inference.gpu.warn_once import warnings_together
 from inference.models.adapters import CachedTokens
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, OneProcess

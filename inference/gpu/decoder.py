@@ -5,8 +5,8 @@ write to the cache, attention, o, RMSNorm, gate and up, their product, down; whe
 quantized, the kernel before a linear layer ends in that (but o's, if scaled by its data: a tenth).
 What a family norms before it is added is normed by the kernel that adds it; norms of q and k over
 all of their heads are a launch of their own, as is a bound of the logits. Latent attention has
-launches of its own (`inference.gpu.latent`). A mixture of experts has
-routing and a sum beside (`inference.gpu.feed_forward`).
+launches of its own (`attend_latents`). A mixture of experts has routing and a sum beside
+(`inference.gpu.feed_forward`).
 Nothing is allocated but outputs and nothing waits for the device, so that a step can be captured as
 a CUDA graph. On Hopper a kernel's programs start before the kernel ahead has ended
 (`kernels.triton.common.overlap`): what says where tokens stand (`metadata_ready`) is read, and
@@ -22,20 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from formats.families.family import LatentAttention
 from inference.gpu.adapters import BlockAdapters, GpuAdapters, run_adapted
 from inference.gpu.experts import GpuExperts
 from inference.gpu.feed_forward import feed_forward, inputs_of
-from inference.gpu.latent import attend_latents
 from inference.gpu.layers import GpuLinear, as_wanted, workspace_on
 from inference.gpu.ranks import Partial
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
-from inference.models.parts import Layer
+from inference.models.parts import LatentProjections, Layer
 from inference.proposers import HiddenStates
 from inference.transformers_code.pieces import Piece
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.invariant import invariant_attention
+from kernels.triton.attention.latent import latent_attention
+from kernels.triton.attention.latent_write import latent_write
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.projection_norm import norm_projections
 from kernels.triton.attention.rope_cache import rope_write
@@ -278,3 +280,58 @@ def _attend(
         y = prefill_attention(q, inputs, workspace, batch.decodes, **fused)
     rows, scales = (y.flatten(1), wanted.scale) if fused else as_wanted(y.flatten(1), wanted, sinks)
     return run_adapted(output, "o", rows, scales, dtype, loras)
+
+
+def attend_latents(
+    config: ModelConfig,
+    own: LatentProjections[GpuLinear],
+    read: Tensor,
+    turn: tuple[Tensor, Tensor],
+    places: tuple[Tensor, Tensor],
+    inputs: AttentionInputs,
+    decodes: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What the heads of latent attention give: what is between the layer that reads attention's
+    input and the o layer.
+
+    Two launches more than other attention: each head's queries are multiplied by W^UK before, and
+    what attention gives by W^UV after it (`inference.models.parts`), as batched products of cuBLAS.
+    Queries of two projections have a norm and a layer besides.
+
+    Args:
+        config: The decoder's.
+        own: Its projections in a block.
+        read: What the layer gives that reads the attention's input [T, n].
+        turn: cos and sin of all positions, fp32 [positions, rotated].
+        places: The tokens' positions, and where they go in the cache, int64 [T] both.
+        inputs: What the queries see.
+        decodes: Sequences that have one token, first in the batch, where others have more.
+        sinks: int32 [T], 1 for the rows of sink tokens; None where none is.
+
+    Returns:
+        [T, heads * value] in the type of `read`.
+    """
+    sizes, names = config.latent, config.family.attention
+    assert sizes is not None
+    assert isinstance(names, LatentAttention)
+    start = read.shape[1] - sizes.rank - sizes.rotated
+    q, cached = read[:, :start], read[:, start:]
+    if own.q_b is not None and own.q_norm is not None:
+        wanted = own.q_b.rows
+        scale, by = wanted.scales_of(sinks)
+        rest = (scale, wanted.dtype, wanted.group)
+        rows, scales, _ = add_rms_norm(
+            q.contiguous(), None, own.q_norm, names.norm_eps, *rest, experts=by
+        )
+        q = own.q_b.run(rows, scales, read.dtype)
+    heads = q.unflatten(1, (sizes.heads, -1))
+    positions, slots = places
+    rotated = latent_write(
+        heads, cached, own.kv_norm, names.norm_eps, *turn, positions, inputs.pool, slots
+    )
+    absorbed = torch.bmm(heads[..., : sizes.plain].transpose(0, 1), own.up_k).transpose(0, 1)
+    latents = latent_attention(absorbed, rotated, inputs, workspace_on(read.device), decodes)
+    values = latents.new_empty(len(read), sizes.heads, sizes.value)
+    torch.bmm(latents.transpose(0, 1), own.up_v, out=values.transpose(0, 1))
+    return values.flatten(1)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from inference.gpu.layers import GpuLinear, as_wanted, workspace_on
-from inference.gpu.warn_once import warn_of
+from inference.gpu.layers import GpuLinear, as_wanted, warn_of, workspace_on
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.fused import quantize_rows
 from kernels.triton.linear.weight import GpuWeight, InputFormat

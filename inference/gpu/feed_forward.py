@@ -16,7 +16,7 @@ from torch import Tensor
 from inference.gpu.adapters import BlockAdapters, run_adapted
 from inference.gpu.experts import GpuExperts, MergedExperts
 from inference.gpu.layers import GpuLinear
-from inference.models.feed_forward import GatedMLP, MixtureOfExperts, by_expert
+from inference.models.layers import GatedMLP, MixtureOfExperts, by_expert
 from kernels.activations import Activation
 from kernels.triton.experts.routing import combine, route
 from kernels.triton.experts.sorting import sort_by_expert

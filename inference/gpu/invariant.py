@@ -18,7 +18,7 @@ from inference.gpu.decoder import GpuDecoder
 from inference.gpu.experts import GpuExperts
 from inference.gpu.layers import TILE, GpuLinear
 from inference.gpu.ranks import OfSeveralRanks
-from inference.models.feed_forward import GatedMLP
+from inference.models.layers import GatedMLP
 from inference.models.parts import Layer
 from inference.transformers_code.model import CodeModel
 from kernels.triton.linear.packing import BLOCK

@@ -22,8 +22,7 @@ from formats.errors import CheckpointError, EngineError
 from formats.families.family import LatentAttention
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
-from inference.models.feed_forward import GatedMLP
-from inference.models.layers import L, X
+from inference.models.layers import GatedMLP, L, X
 from inference.models.parts import Layer, held_rows
 
 AdaptedLayer = Literal["qkv", "o", "gate_up", "down"]

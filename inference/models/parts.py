@@ -29,8 +29,7 @@ from formats.errors import CheckpointError
 from formats.families.family import LatentAttention, Mixture
 from formats.families.sizes import LatentSizes
 from inference.models.config import ModelConfig, Routing
-from inference.models.feed_forward import FeedForward, GatedMLP, MixtureOfExperts
-from inference.models.layers import L, LayerFactory, X
+from inference.models.layers import FeedForward, GatedMLP, L, LayerFactory, MixtureOfExperts, X
 from inference.models.read import StoredLinear, dequantized, finite, read_linear, read_stacks
 
 Channels = tuple[int, ...] | None

@@ -28,16 +28,16 @@ from inference.backend import Backend, Loop
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.models.adapters import CachedTokens
+from inference.models.decoder import check_shapes
 from inference.models.kv_cache import CacheShape
 from inference.models.model import Model
-from inference.models.shapes import check_shapes
-from inference.parallel import torchrun
 from inference.parallel.cpu import CpuLoader
 from inference.parallel.group import Progress
 from inference.parallel.loader import MEETING, RankLoader, declared_shape, join
 from inference.parallel.messages import LOADING, MakeCache, RankSpec, TellFree
 from inference.parallel.ranks import RankProcess, Ranks, Start
 from inference.parallel.shard import shard_of
+from inference.parallel.worker import TorchrunStart, run_rank, torchrun_place
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
 from inference.transformers_code.model import Shape
@@ -208,7 +208,7 @@ def _start(ranks: int) -> Start:
     Raises:
         EngineError: torchrun has started another number of them.
     """
-    started = torchrun.place()
+    started = torchrun_place()
     if started is None:
         return RankProcess
     rank, count = started
@@ -218,8 +218,8 @@ def _start(ranks: int) -> Start:
             f"--nproc-per-node {ranks}, or leave it out: the engine starts its ranks itself"
         )
     if rank:
-        torchrun.run_rank(rank)
-    return torchrun.TorchrunStart()
+        run_rank(rank)
+    return TorchrunStart()
 
 
 def loader_of(inner: Backend) -> type[RankLoader]:

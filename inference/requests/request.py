@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar, overload
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from formats.documents import Strict
 from formats.errors import RequestError, suggestion
-from formats.scheme import Strict
 from inference.requests.constraint import Constraint, refused
 
 Item = TypeVar("Item")

@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from formats.errors import CheckpointError
-from inference.models.feed_forward import by_expert
-from inference.models.layers import LinearLayer
+from inference.models.layers import LinearLayer, by_expert
 from inference.transformers_code.attention import current_sinks, current_step, only_rows
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from formats.strict import Strict
+from formats.documents import Strict
 
 Target = Literal["cpu", "gpu", "vllm"]
 LIMITS = ("kl", "perplexity_ratio", "bytes", "bits")

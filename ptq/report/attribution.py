@@ -34,7 +34,7 @@ from formats.scheme import LayerScheme, Strict
 from inference.accuracy import divergences
 from inference.engine import Engine
 from inference.models.decoder import Decoder
-from inference.models.feed_forward import FeedForward, MixtureOfExperts
+from inference.models.layers import FeedForward, MixtureOfExperts
 from inference.models.parts import Layer
 from ptq.methods.common.float_model import config_of
 from ptq.methods.registry import block_methods, view_of

@@ -37,13 +37,13 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from calibrate.stream import BlockStream
+from formats.documents import Strict
 from formats.errors import CheckpointError, RecipeError
 from formats.families.names import expert_of
 from formats.files import replace_file
 from formats.modeling.layers import head_name
 from formats.scheme import BLOCK, PRESETS, LayerScheme, Scheme, WeightSpec
 from formats.stored.weights import storage_format
-from formats.strict import Strict
 from kernels.numerics import dequantize
 from ptq.methods.common.float_model import FloatModel, FloatModelView, config_of
 from ptq.methods.common.rounding import round_weight

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from formats.documents import Strict
 from formats.files import replace_file
-from formats.strict import Strict
 from inference.accuracy import Accuracy
 from ptq.recipe.budget import BudgetSpec
 from ptq.search.choice import Frontier

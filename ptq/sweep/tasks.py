@@ -30,10 +30,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from formats.documents import Strict
 from formats.errors import RecipeError, RequestError
 from formats.files import replace_file
 from formats.hub import find_model, is_hub_id
-from formats.strict import Strict
 from ptq.output import REPORT_FOLDER, is_taken
 from ptq.recipe.draft import Override
 from ptq.recipe.own_model import find_recipe, shipped_paths

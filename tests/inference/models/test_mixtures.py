@@ -8,7 +8,7 @@ from formats.errors import CheckpointError
 from formats.scheme import PRESETS
 from inference.cpu.decoder import feed_forward
 from inference.engine import Engine
-from inference.models.feed_forward import MixtureOfExperts
+from inference.models.layers import MixtureOfExperts
 from inference.requests.request import SamplingParams
 from kernels.numerics import dequantize, fake_quantize
 from tests.experts import MOE, split_model

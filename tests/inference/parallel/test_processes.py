@@ -19,7 +19,7 @@ from formats.tokenizer import load_tokenizer
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
-from inference.parallel import torchrun
+from inference.parallel import backend, worker
 from inference.parallel.backend import FirstBackend
 from inference.parallel.group import Progress
 from inference.parallel.messages import Heartbeat, RankSpec
@@ -244,12 +244,12 @@ def test_what_is_gone_is_not_called(ranks):
 
 def test_the_place_of_a_process():
     told = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4"}
-    assert torchrun.place(told) == (1, 4)
-    assert torchrun.place({"RANK": "1", "WORLD_SIZE": "4"}) is None
+    assert worker.torchrun_place(told) == (1, 4)
+    assert worker.torchrun_place({"RANK": "1", "WORLD_SIZE": "4"}) is None
 
 
 def test_another_number_of_processes_is_refused(tiny_llama, monkeypatch):
-    monkeypatch.setattr(torchrun, "place", lambda: (0, 4))
+    monkeypatch.setattr(backend, "torchrun_place", lambda: (0, 4))
     with pytest.raises(EngineError, match="torchrun has started 4 processes.*--nproc-per-node 2"):
         start(tiny_llama)
 
