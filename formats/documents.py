@@ -55,7 +55,7 @@ def parse(data: str | bytes, kind: type[T], origin: str, remedy: str) -> T:
     try:
         return _adapter(kind).validate_json(data)
     except ValidationError as error:
-        raise CheckpointError(f"{origin}: {faults(error)}. {remedy}") from error
+        raise _refusal(error, origin, remedy) from error
 
 
 def check_values(values: Any, kind: type[T], origin: str, remedy: str) -> T:
@@ -67,12 +67,13 @@ def check_values(values: Any, kind: type[T], origin: str, remedy: str) -> T:
     try:
         return _adapter(kind).validate_python(values)
     except ValidationError as error:
-        raise CheckpointError(f"{origin}: {faults(error)}. {remedy}") from error
+        raise _refusal(error, origin, remedy) from error
 
 
-def faults(error: ValidationError, most: int = 3) -> str:
+def _refusal(error: ValidationError, origin: str, remedy: str) -> CheckpointError:
     """The first faults that a model found, each with its place and what stands there."""
-    return "; ".join(_fault(fault) for fault in error.errors(include_url=False)[:most])
+    faults = "; ".join(map(_fault, error.errors(include_url=False)[:3]))
+    return CheckpointError(f"{origin}: {faults}. {remedy}")
 
 
 def _fault(fault: Any) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from formats.errors import CheckpointError
 from formats.namespace import ROOT, later
-from formats.published.layouts import needs_code
+from formats.published import needs_code
 
 with later():
     import huggingface_hub as hub

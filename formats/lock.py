@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shlex
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -59,6 +60,27 @@ def target_locked(target: Path) -> Iterator[None]:
     with _locked(target.with_name(f".{target.name}{LOCK_FILE}"), target):
         refuse_busy(target)
         yield
+
+
+def made_once(kind: str, stem: str, seen: str, make: Callable[[Path], object]) -> Path:
+    """A model's folder that is made when it is asked for first, and kept.
+
+    It is kept in `PTQ_CACHE`, or else `~/.cache/ptq`, under a folder for its kind.
+
+    Args:
+        stem: What its name begins with.
+        seen: All that it follows from.
+        make: Makes it; its errors, and those of `target_locked`, are raised.
+    """
+    key = hashlib.sha256(seen.encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("PTQ_CACHE") or Path.home() / ".cache" / "ptq")
+    folder = cache / kind / f"{stem}-{key}"
+    if not (folder / "config.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with target_locked(folder):
+            if not (folder / "config.json").is_file():
+                make(folder)
+    return folder
 
 
 def refuse_busy(output: Path) -> None:

@@ -56,9 +56,9 @@ FLOORS = {
         published
         hub modeling
         stored
-        foreign
+        foreign tokenizer
         checkpoint
-        tokenizer gguf adapters""",
+        gguf adapters""",
     "inference": """
         requests
         scheduling

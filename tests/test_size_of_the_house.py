@@ -20,9 +20,9 @@ SOURCES = {".py", ".cpp", ".h"}
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 104_538,
-    "files of source": 579,
-    "lines of imports, in 1,000 lines of code": 85,
+    "lines of source": 104_490,
+    "files of source": 576,
+    "lines of imports, in 1,000 lines of code": 84,
     "crowded classes": 3,
     "functions over 60 lines": 4,
     "files over 400 lines": 6,

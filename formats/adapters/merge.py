@@ -1,13 +1,12 @@
 """Adapters merged into the float weights of their base: W + s B A in fp32, rounded once.
 
 A merged model is a folder like any other. What is quantized with an adapter is such a folder, made
-when it is asked for first, and kept in `PTQ_CACHE`, or else `~/.cache/ptq`, under `merged/`.
+when it is asked for first, and kept (`formats.lock.made_once`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
+from functools import partial
 from pathlib import Path
 
 from formats.adapters.factors import factors_document
@@ -17,7 +16,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.command import bar
 from formats.errors import CheckpointError
-from formats.lock import target_locked
+from formats.lock import made_once
 from formats.scale_table import ScaleTable
 from formats.scheme import Scheme
 
@@ -38,15 +37,9 @@ def merged_folder(model: Path, adapter: str | Path) -> Path:
     model, own = model.resolve(), adapter_folder(adapter).resolve()
     files = sorted(path for folder in (model, own) for path in folder.iterdir() if path.is_file())
     states = [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
-    key = hashlib.sha256("\n".join([*states, str(LAYOUT)]).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("PTQ_CACHE") or Path.home() / ".cache" / "ptq")
-    folder = cache / "merged" / f"{model.name}-{own.name}-{key}"
-    if not (folder / "config.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with target_locked(folder):
-            if not (folder / "config.json").is_file():
-                write_merged(model, own, folder, progress=True)
-    return folder
+    seen = "\n".join([*states, str(LAYOUT)])
+    make = partial(write_merged, model, own, progress=True)
+    return made_once("merged", f"{model.name}-{own.name}", seen, make)
 
 
 def write_merged(

@@ -22,7 +22,7 @@ from formats.checkpoint.split import RowsOf, split_stored
 from formats.errors import CheckpointError
 from formats.families.registry import OWN_CLASSES
 from formats.families.sizes import heads_of
-from formats.published.layouts import TURNED, PublishedLayout, find_layout, is_turned
+from formats.published import TURNED, PublishedLayout, find_layout, is_turned
 from formats.stored.safetensors_files import Computed, StoredTensors, TensorFile, read_elements
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

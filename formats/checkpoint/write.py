@@ -25,7 +25,6 @@ from formats.checkpoint.native import CARD, as_stored, card, only_here
 from formats.checkpoint.read import SCALE_TABLE, Checkpoint
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
-from formats.published.tokenizers import SETTINGS, native_settings, needs_code
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme, has_float_zeros
 from formats.stored.folder import (
@@ -42,6 +41,7 @@ from formats.stored.folder import (
 from formats.stored.safetensors_files import write_tensors
 from formats.stored.shards import ShardWriter
 from formats.stored.weights import StoredWeight, weight_tensors
+from formats.tokenizer import SETTINGS, native_settings, needs_code
 
 FILES = {  # of tensors in `quant/` that are not of the cache, by the last part of their names
     LEAF: SINK_SCALES,

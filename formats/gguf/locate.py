@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
 
 from formats import hub
-from formats.lock import target_locked
+from formats.lock import made_once
 from formats.namespace import later
 
 with later():
@@ -33,9 +31,8 @@ def locate_model(
     floats: bool = False,
     progress: bool = True,
 ) -> Path:
-    """The folder of a model; that of a .gguf file is made when it is asked for first, and kept.
-
-    It is kept in `PTQ_CACHE`, or else `~/.cache/ptq`, under `gguf/`.
+    """The folder of a model; that of a .gguf file is made when it is asked for first, and kept
+    (`formats.lock.made_once`).
 
     Args:
         name: A folder, a .gguf file, or a model's name (`formats.hub`).
@@ -52,12 +49,8 @@ def locate_model(
     path = Path(name).resolve()
     state = path.stat()
     seen = f"{path} {state.st_size} {state.st_mtime_ns} {floats} {LAYOUT}"
-    key = hashlib.sha256(seen.encode()).hexdigest()[:16]
-    cache = os.environ.get("PTQ_CACHE") or Path.home() / ".cache" / "ptq"
-    folder = Path(cache) / "gguf" / f"{path.stem}-{key}"
-    if not (folder / "config.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with target_locked(folder):
-            if not (folder / "config.json").is_file():
-                unpack.unpack(path, folder, floats=floats, progress=progress)
-    return folder
+
+    def make(folder: Path) -> None:
+        unpack.unpack(path, folder, floats=floats, progress=progress)
+
+    return made_once("gguf", path.stem, seen, make)

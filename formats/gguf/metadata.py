@@ -26,6 +26,7 @@ from formats.gguf.tokenizer import (
     CONTROL,
     NORMAL,
     RULES,
+    SPECIAL,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
@@ -101,8 +102,7 @@ def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     name = architecture_of(config)
     architecture = ARCHITECTURES[name]
     found: dict[str, Any] = {key: config.get(own) for key, own in KEYS.items()}
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    head_dim = _head_dim(config)
     found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     found["expert_count"] = config.get("num_local_experts") or config.get("num_experts")
     found["attention.sliding_window"] = _window(config, architecture)
@@ -155,6 +155,10 @@ def _rotation(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | Non
     return own["full_attention"], own.get("sliding_attention", {}).get("rope_theta")
 
 
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
 def _rope(config: Mapping[str, Any], name: str, head_dim: int) -> dict[str, Any]:
     rope, local = _rotation(config)
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -193,9 +197,7 @@ def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {name: np.array(values, dtype=np.float32) for name, values in factors.items()}
     if rope.get("rope_type") != "llama3":
         return {}
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return {FACTORS: llama3_factors(rope, head_dim).astype(np.float32)}
+    return {FACTORS: llama3_factors(rope, _head_dim(config)).astype(np.float32)}
 
 
 def tokenizer_metadata(folder: Path, rows: int) -> tuple[dict[str, Any], str | None]:
@@ -229,8 +231,7 @@ def tokenizer_metadata(folder: Path, rows: int) -> tuple[dict[str, Any], str | N
     values, note = _model_metadata(document, made, tokens, kinds)
     values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"] = tokens, kinds
     place = {token: i for i, token in enumerate(tokens)}
-    keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    for key, own in keys.items():
+    for key, own in SPECIAL.items():
         text = settings.get(own)
         text = text.get("content") if isinstance(text, dict) else text
         if text in place:
@@ -285,12 +286,9 @@ def _model_metadata(
         elif len(token) == 6 and token.startswith("<0x"):
             kinds[i] = BYTE
     scores = [-float(ranks.get(token, len(pairs))) for token in tokens]
-    prefixed = json.dumps(document.get("normalizer") or {}).count('"Prepend"') > 0
     metaspace = json.dumps(document.get("pre_tokenizer") or {})
-    prefixed = (
-        prefixed
-        or '"prepend_scheme": "first"' in metaspace
-        or ('"prepend_scheme": "always"' in metaspace)
+    prefixed = '"Prepend"' in json.dumps(document.get("normalizer") or {}) or any(
+        f'"prepend_scheme": "{when}"' in metaspace for when in ("first", "always")
     )
     return {
         "tokenizer.ggml.model": "llama",

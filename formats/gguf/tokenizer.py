@@ -22,6 +22,8 @@ with later():
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+"""Tokens that tokenizer_config.json names, by their key in a file."""
 ENDS = ("eos", "eot", "eom")  # tokens that end an answer
 SPACE = "\u2581"  # in the place of a space, of SentencePiece
 
@@ -118,8 +120,7 @@ def tokenizer_documents(file: GgufFile) -> dict[str, bytes]:
 
 def _settings(file: GgufFile, tokens: list[str], begins: bool) -> dict[str, str]:
     """tokenizer_config.json and generation_config.json."""
-    keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    named = {own: _token(file, key, tokens) for key, own in keys.items()}
+    named = {own: _token(file, key, tokens) for key, own in SPECIAL.items()}
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

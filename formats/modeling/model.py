@@ -31,7 +31,7 @@ from formats.modeling.adapters import adapted_model
 from formats.modeling.experts import apart, split_experts
 from formats.modeling.states import stack_convs
 from formats.modeling.trace import is_stack
-from formats.published.layouts import is_turned
+from formats.published import is_turned
 
 GATED = ("gate_proj", "up_proj", "down_proj")  # layers of experts that files hold in one parameter
 

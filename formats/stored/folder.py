@@ -15,7 +15,7 @@ from formats.families.values import check_model_values
 from formats.files import find_file, sha256_file
 from formats.hub import refuse_other_kinds
 from formats.namespace import later
-from formats.published.layouts import PublishedLayout, find_layout, needs_code
+from formats.published import PublishedLayout, find_layout, needs_code
 
 with later():
     from formats.stored import safetensors_files as weights

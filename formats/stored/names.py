@@ -14,7 +14,7 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.families.names import block_of
 from formats.modeling.layers import embedding_name, head_name, tied_in_blocks
-from formats.published.layouts import find_layout
+from formats.published import find_layout
 from formats.stored.safetensors_files import StoredTensors, TensorFile, open_weights
 
 USUAL = ("model.", "transformer.")  # where these are, no model's code has to be asked

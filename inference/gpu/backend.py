@@ -16,8 +16,7 @@ from inference.config import EngineConfig
 from inference.gpu.chain import DeviceChain
 from inference.gpu.code_step import CodeStep, forward_code
 from inference.gpu.decoder import GpuBatch, GpuDecoder, forward, run_block
-from inference.gpu.experts import GpuExperts, side_by_side
-from inference.gpu.feed_forward import as_one
+from inference.gpu.feed_forward import GpuExperts, as_one, side_by_side
 from inference.gpu.invariant import invariant_decoder
 from inference.gpu.layers import GpuLinear, pack_linear, warnings_together
 from inference.gpu.loop import DeviceLoop

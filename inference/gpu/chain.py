@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference.gpu.decoder import GpuBatch
-from inference.gpu.fields import Arrays, Fields, HostBlocks, Shape
+from inference.gpu.fields import Arrays, Fields, HostBlock, HostBlocks, Shape
 from inference.gpu.graphs import Captured, Capturer
 from inference.gpu.layers import workspace_on
 from inference.gpu.sizes import decodes_of
+from inference.gpu.steps import DRAWS, GREEDY, write_tables
 from inference.models.model import Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.transformers_code.pieces import Piece
@@ -36,13 +37,6 @@ from kernels.triton.sampling.sample import sample
 
 ROWS = 8  # tokens of a sequence that are caught up with as rows; more are computed before
 MOST_DRAFTS = 64  # of a chain
-DRAWS = {
-    "temperature": (torch.float32, 0),
-    "top_p": (torch.float32, 1),
-    "top_k": (torch.int32, 0),
-    "log_min_p": (torch.float32, -np.inf),
-    "seeds": (torch.int64, 0),
-}
 
 
 @dataclass(frozen=True)
@@ -288,14 +282,11 @@ class DeviceChain:
 
     def _prefill(self, batch: RunningBatch, places: Ints, starts: Ints, counts: Ints) -> None:
         """Compute tokens [starts, starts + counts) of sequences; nothing is chosen."""
-        arrays: dict[str, NDArray] = {
-            name: np.zeros(shape, _numpy(dtype))
-            for name, (dtype, shape) in row_shapes(int(counts.sum())).items()
-        }
+        arrays = HostBlock(row_shapes(int(counts.sum())), pinned=False).arrays
         write_rows(arrays, batch, places, starts, counts, self._network.shift)
         ends = np.cumsum(counts)
         tables = np.zeros((len(places), self._width), np.int32)
-        _write_tables(tables, batch, places)
+        write_tables(tables, batch, places)
 
         def on_device(array: NDArray, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(array).to(self._device, dtype)
@@ -319,7 +310,7 @@ def sequence_shapes(sequences: int, width: int) -> dict[str, Shape]:
     return {
         "tables": (torch.int32, (sequences, width)),
         **dict.fromkeys(("last", "positions", "limit", "steps"), (torch.int64, (sequences,))),
-        **{name: (dtype, (sequences,)) for name, (dtype, _) in DRAWS.items()},
+        **{name: (dtype, (sequences,)) for name, dtype in DRAWS.items()},
     }
 
 
@@ -343,10 +334,10 @@ def write_sequences(
         "steps": known - batch.prompt[places],
         **{name: batch.terms.draws[name][places] for name in DRAWS},
     }
-    blank = {"limit": -1, **{name: value for name, (_, value) in DRAWS.items()}}
+    blank = GREEDY | {"limit": -1}
     for name, own in values.items():
         arrays[name][:count], arrays[name][count:] = own, blank.get(name, 0)
-    _write_tables(arrays["tables"], batch, places)
+    write_tables(arrays["tables"], batch, places)
 
 
 def write_last(arrays: Arrays, left: Ints, tokens: int) -> None:
@@ -373,13 +364,3 @@ def write_rows(
     }
     for name, own in values.items():
         arrays[name][:total], arrays[name][total:] = own, -1 if name == "slots" else 0
-
-
-def _write_tables(rows: NDArray, batch: RunningBatch, places: Ints) -> None:
-    """Write which blocks sequences have, from the first row on."""
-    widest = int(batch.held[places].max())
-    rows[: len(places), :widest] = batch.tables[:, :widest][places]
-
-
-def _numpy(dtype: torch.dtype) -> type:
-    return np.int32 if dtype == torch.int32 else np.int64

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from formats.families.family import LatentAttention
 from inference.gpu.adapters import BlockAdapters, GpuAdapters, run_adapted
-from inference.gpu.experts import GpuExperts
-from inference.gpu.feed_forward import feed_forward, inputs_of
+from inference.gpu.feed_forward import GpuExperts, feed_forward, inputs_of
 from inference.gpu.layers import GpuLinear, as_wanted, workspace_on
 from inference.gpu.ranks import Partial
 from inference.models.config import ModelConfig

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from formats.errors import NoFixedOrderError
 from inference.gpu.decoder import GpuDecoder
-from inference.gpu.experts import GpuExperts
+from inference.gpu.feed_forward import GpuExperts
 from inference.gpu.layers import TILE, GpuLinear
 from inference.gpu.ranks import OfSeveralRanks
 from inference.models.layers import GatedMLP

@@ -19,13 +19,14 @@ from torch import Tensor
 from inference.gpu.edit_tables import NewEdits
 from inference.gpu.fields import Arrays, Shape
 from inference.gpu.sizes import Size, WholeSize
-from inference.scheduling.batch import Ints
+from inference.scheduling.batch import DRAW_TYPES, Ints, RunningBatch
 from inference.scheduling.sequence import Draw
 from inference.scheduling.work import Work, lay_out
 from inference.transformers_code.pieces import SPARE, Piece
 
 OF_TOKENS = ("ids", "positions", "slots", "batch_index")  # int64
 GREEDY = asdict(Draw())
+DRAWS = {name: torch.from_numpy(np.zeros(0, own)).dtype for name, own in DRAW_TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,7 @@ def shapes_of(tokens: int, sequences: int, samples: int, width: int) -> dict[str
         "tables": (torch.int32, (sequences, width)),
         "lengths": (torch.int32, (sequences,)),
         "sample_index": (torch.int64, (samples,)),
-        "temperature": (torch.float32, (samples,)),
-        "top_p": (torch.float32, (samples,)),
-        "top_k": (torch.int32, (samples,)),
-        "log_min_p": (torch.float32, (samples,)),
-        "seeds": (torch.int64, (samples,)),
+        **{name: (dtype, (samples,)) for name, dtype in DRAWS.items()},
         "steps": (torch.int64, (samples,)),
         **dict.fromkeys(("bias_start", "bias_end", "mask_row"), (torch.int32, (samples,))),
     }
@@ -135,9 +132,9 @@ def write_padded(arrays: Arrays, work: Work, size: Size) -> None:
         array, rest = arrays[name], gap + len(values) - ones
         array[:ones], array[gap:rest] = values[:ones], values[ones:]
         array[ones:gap] = array[rest:] = blank.get(name, 0)
-    _write_tables(arrays["tables"], work, slice(ones))
+    write_tables(arrays["tables"], work.batch, work.places[:ones])
     if size.prompts:
-        _write_tables(arrays["tables"][gap:], work, slice(ones, None))
+        write_tables(arrays["tables"][gap:], work.batch, work.places[ones:])
         _write_starts(arrays["query_start"], arrays["rows"], work, size)
     if size.pieces is not None:
         arrays["piece_tokens"][:], arrays["piece_keeps"][:] = size.decodes - 1, SPARE
@@ -214,7 +211,7 @@ def write_whole(arrays: Arrays, work: Work, size: WholeSize) -> None:
     own = _of_slices(work, adapted=size.adapted) | _of_draws(work, samples)
     for name, values in own.items():
         arrays[name][:] = values
-    _write_tables(arrays["tables"], work, slice(None))
+    write_tables(arrays["tables"], work.batch, work.places)
     arrays["rows"][:] = _wanted(work)
     arrays["samples"][:] = np.cumsum(work.rows)[samples] - 1
     arrays["query_start"][0], arrays["query_start"][1:] = 0, ends
@@ -251,9 +248,8 @@ def _of_draws(work: Work, which: Ints | slice) -> dict[str, NDArray]:
     }
 
 
-def _write_tables(rows: NDArray, work: Work, which: slice) -> None:
+def write_tables(rows: NDArray, batch: RunningBatch, places: Ints) -> None:
     """Write which blocks sequences have, from the first row on."""
-    batch, owners = work.batch, work.places[which]
-    if len(owners):
-        widest = int(batch.held[owners].max())
-        rows[: len(owners), :widest] = batch.tables[:, :widest][owners]
+    if len(places):
+        widest = int(batch.held[places].max())
+        rows[: len(places), :widest] = batch.tables[:, :widest][places]

@@ -14,7 +14,7 @@ from formats.cache_scheme import KVCacheSpec
 from formats.errors import RequestError
 from formats.families.names import any_expert, expert_of, split_name
 from formats.memory import rss_bytes
-from formats.published.layouts import is_turned
+from formats.published import is_turned
 from ptq.methods.common.spec import PlannedLayer
 from ptq.output import is_taken
 from ptq.plan.modules import HEAD_STAGES, ModulePlan

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from formats.errors import CheckpointError
-from formats.published.layouts import needs_code
-from formats.published.tokenizers import native_settings
-from formats.tokenizer import load_tokenizer
+from formats.published import needs_code
+from formats.tokenizer import load_tokenizer, native_settings
 from tests.conftest import write_tokenizer
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModel
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
-from formats.published.layouts import TURNED
+from formats.published import TURNED
 from inference.engine import Engine
 from ptq.convert.convert import convert
 from ptq.methods.rtn import RTNSpec

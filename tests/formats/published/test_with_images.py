@@ -155,7 +155,7 @@ def test_qwen_as_it_is_published(tmp_path, preset):
 def test_what_gemma_leaves_out_is_what_its_class_has(tmp_path):
     from transformers import Gemma3TextConfig
 
-    from formats.published.layouts import GEMMA3
+    from formats.published import GEMMA3
 
     known = Gemma3TextConfig().to_dict()
     assert {key: known[key] for key in GEMMA3} == GEMMA3

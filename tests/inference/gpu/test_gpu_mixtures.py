@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from inference.gpu import feed_forward, layers
-from inference.gpu.experts import MergedExperts
-from inference.gpu.feed_forward import _all_at_once
+from inference.gpu.feed_forward import MergedExperts, _all_at_once
 from inference.models import read
 from kernels.numerics import dequantize
 from kernels.triton.linear.w16a16 import DenseWeight

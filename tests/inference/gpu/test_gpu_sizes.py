@@ -10,7 +10,7 @@ import torch
 from formats.scheme import PRESETS
 from inference.bench.random_model import round_to_nearest
 from inference.gpu import layers
-from inference.gpu.experts import side_by_side
+from inference.gpu.feed_forward import side_by_side
 from inference.gpu.invariant import filled
 from inference.gpu.layers import GpuLinear, as_wanted, pack_linear
 from inference.models.read import StoredLinear
