@@ -202,7 +202,7 @@ def _why(error: Exception) -> str:
     return f"{page} cannot be reached or used ({reason[:200]})"
 
 
-def locate_folder(name: str | Path, revision: str | None = None) -> Path:
+def locate_folder(name: str | Path, revision: str | None) -> Path:
     """`model_folder`, but a file of another kind is refused as what it is.
 
     Raises:

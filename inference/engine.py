@@ -692,7 +692,7 @@ class Engine:
         check_tokens(text, self.model.config.vocab_size, "reference")
         return list(text)
 
-    def _check_prompt(self, tokens: Sequence[int], room: int = 1) -> None:
+    def _check_prompt(self, tokens: Sequence[int], room: int) -> None:
         shape = self.model.config
         check_prompt(tokens, self._length, shape.max_positions, shape.vocab_size, room)
 

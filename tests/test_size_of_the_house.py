@@ -20,8 +20,8 @@ SOURCES = {".py", ".cpp", ".h"}
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 104_490,
-    "files of source": 576,
+    "lines of source": 104_461,
+    "files of source": 574,
     "lines of imports, in 1,000 lines of code": 84,
     "crowded classes": 3,
     "functions over 60 lines": 4,

@@ -34,7 +34,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from formats.cache_scheme import CacheSchemes, KVCacheSpec
-from formats.checkpoint.check import same_names
+from formats.checkpoint.contents import same_names
 from formats.documents import Strict
 from formats.errors import CheckpointError
 from formats.families.registry import predicting_layer

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from formats.cache_scheme import KVCacheSpec
-from formats.checkpoint.check import check_quantized, same_names
 from formats.checkpoint.compressed_tensors import find_scheme
-from formats.checkpoint.contents import Contents, read_contents
+from formats.checkpoint.contents import Contents, check_quantized, read_contents, same_names
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.kv_scales import read_cache, read_sinks
 from formats.checkpoint.native import only_here

@@ -31,10 +31,10 @@ def materialize(
     *,
     owner: Any,
     prefix: str = "",
-    stored: Mapping[str, str] | None = None,
+    stored: Mapping[str, str] | None,
     skip: Collection[nn.Module] = (),
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> None:
     """Load a module in place.
 
@@ -69,8 +69,8 @@ def load_own(
     *,
     owner: Any,
     stored: Mapping[str, str] | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> None:
     """`materialize` for the tensors of one module alone, not of those in it."""
     renamed = stored or {}

@@ -89,9 +89,7 @@ class TakenApart:
     listed: dict[str, tuple[str, ...]]
 
 
-def found_model(
-    config: PretrainedConfig, attention: str | None = None
-) -> tuple[Any, dict[str, str]]:
+def found_model(config: PretrainedConfig, attention: str | None) -> tuple[Any, dict[str, str]]:
     """The model of a family without a declaration, and the stored names of its tensors.
 
     Raises:
@@ -148,7 +146,7 @@ def _turn(model: Any) -> None:
                 setattr(parent, name, nn.Linear(part.nx, part.nf, device="meta"))
 
 
-def built(config: PretrainedConfig, attention: str | None = None) -> Any:
+def built(config: PretrainedConfig, attention: str | None) -> Any:
     """transformers' model on the meta device as it is; arguments as of `meta_model`."""
     options = {} if attention is None else {"attn_implementation": attention}
     own = copy.deepcopy(config)

@@ -167,7 +167,7 @@ def attend_latents(
     turn: tuple[Tensor, Tensor],
     batch: Batch,
     inputs: AttentionInputs,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """What each head of latent attention gives.
 

@@ -14,7 +14,7 @@ from formats.errors import CheckpointError, EngineError
 from formats.families.values import named_dtype
 from inference.config import EngineConfig
 from inference.gpu.chain import DeviceChain
-from inference.gpu.code_step import CodeStep, forward_code
+from inference.gpu.code_step import FUNCTIONS, CodeStep, forward_code
 from inference.gpu.decoder import GpuBatch, GpuDecoder, forward, run_block
 from inference.gpu.feed_forward import GpuExperts, as_one, side_by_side
 from inference.gpu.invariant import invariant_decoder
@@ -22,7 +22,6 @@ from inference.gpu.layers import GpuLinear, pack_linear, warnings_together
 from inference.gpu.loop import DeviceLoop
 from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, ran_out
 from inference.gpu.ranks import StepRanks
-from inference.gpu.recurrences import FUNCTIONS
 from inference.gpu.runner import GpuRunner
 from inference.models.adapters import CachedTokens
 from inference.models.config import ModelConfig

@@ -12,7 +12,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from inference.gpu.code_step import asks_host
 from inference.gpu.fields import Fields
 from inference.gpu.layers import workspace_on
 from inference.gpu.memory import ran_out
@@ -215,7 +214,7 @@ class StepGraphs:
             return False
         x = steps.blank(size).on_device
         steps.run(x, size)  # kernels are compiled before
-        self.enabled = not asks_host(lambda: steps.run(x, size))
+        self.enabled = not _asks_host(lambda: steps.run(x, size))
         if not self.enabled:
             log.warning(
                 "%s: the model's code asks the host during a step, which no CUDA graph holds; "
@@ -234,3 +233,18 @@ class StepGraphs:
         first, second = captured.result
         kept = first if size.every or not size.prompts else None
         return StepGraph(fields, replace(captured, result=(kept, second)))
+
+
+def _asks_host(run: Callable[[], object]) -> bool:
+    """Whether what is run on a GPU waits for it, or for the host, and so cannot be captured."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False

@@ -292,7 +292,7 @@ class GpuRunner:
 
     def _prepared(self, work: Work) -> Prepared:
         """A step whose arrays are written, wherever its tokens stand now."""
-        rows, parts = work.row_by_row(every=self._invariant), work.parts(every=self._invariant)
+        rows, parts = work.row_by_row(every=self._invariant)
         size = self._size(work, rows)
         plan, block = self._planned(rows, size)
         if self._batch.states is not None:

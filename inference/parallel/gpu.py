@@ -145,10 +145,6 @@ class GpuLoader(RankLoader):
         return GpuFactory(self.inner, self.shard, self.group, check)
 
     @override
-    def own_free_bytes(self) -> int:
-        return self.inner.free_bytes()
-
-    @override
     def executor(self, pools: Sequence[KVPool]) -> Callable[[Task], None]:
         batch = RunningBatch(self.config.max_batch_size)
         runner = self._runner(pools, batch, PlannedSteps(self.group, self.inner.device))

@@ -107,10 +107,6 @@ class RankLoader(ABC):
         """Makes the rank's layers; `check` as of `load`."""
 
     @abstractmethod
-    def own_free_bytes(self) -> int:
-        """Memory that the rank's part of a cache could have."""
-
-    @abstractmethod
     def executor(self, pools: Sequence[KVPool]) -> Callable[[Task], None]:
         """What runs the steps that the first rank plans, on another one."""
 
@@ -148,6 +144,10 @@ class RankLoader(ABC):
         own = self.shard.heads.slice
         keys, values = tokens.keys[:, :, own], tokens.values[:, :, own]
         return tokens._replace(keys=keys.contiguous(), values=values.contiguous())
+
+    def own_free_bytes(self) -> int:
+        """Memory that the rank's part of a cache could have."""
+        return self.inner.free_bytes()
 
     def free_bytes(self) -> int:
         """Memory that the whole cache could have if all ranks had what this one has."""

@@ -206,7 +206,7 @@ class BlockManager:
         held.filled = len(held.chain)
         return held.filled * KV_BLOCK
 
-    def look_up(self, tokens: Sequence[int], root: int = 0) -> Beginning:
+    def look_up(self, tokens: Sequence[int], root: int) -> Beginning:
         """What there is of the beginning of some tokens."""
         parent, last, found, following = root, None, list[Node](), None
         for content in _usable(tokens) if self._prefix_cache else ():
@@ -241,7 +241,7 @@ class BlockManager:
             count -= 1
         return nodes[:count]
 
-    def begin_state(self, owner: str, place: int, tokens: Sequence[int], root: int = 0) -> None:
+    def begin_state(self, owner: str, place: int, tokens: Sequence[int], root: int) -> None:
         """Give a place the state that an owner begins with, and say which others are to be kept.
 
         Args:
@@ -260,7 +260,7 @@ class BlockManager:
             ends = {last, *range(EVERY, last, EVERY)}
             self.states.want(place, (KV_BLOCK * end for end in ends if end > held.filled))
 
-    def note_states(self, place: int, tokens: Sequence[int], root: int = 0) -> None:
+    def note_states(self, place: int, tokens: Sequence[int], root: int) -> None:
         """Let others find the states that a place kept of so many first tokens."""
         if self.states is None:
             return

@@ -17,7 +17,6 @@ tokens, seven a second, their first token after a median of 10.7 ms (16 parts), 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -104,7 +103,7 @@ class ChunkedPrefill:
         beside_decodes: Most tokens of prompts in a step that has others; None: as many as fit.
     """
 
-    def __init__(self, span: float = math.inf, target_s: float | None = None) -> None:
+    def __init__(self, span: float, target_s: float | None) -> None:
         self.span, self.target_s, self._rate = span, target_s, PromptRate()
         self.beside_decodes: int | None = None
         self._yielded = False  # whether the oldest prompt let shorter ones by in the last step

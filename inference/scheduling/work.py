@@ -167,10 +167,6 @@ class Work:
         """Which of the sequences are still where they were."""
         return self.batch.serial[self.places] == self.serials
 
-    def parts(self, *, every: bool = False) -> Ints:
-        """How many slices each becomes in `row_by_row`."""
-        return self.counts if every else np.where(self.drafts > 0, self.counts, 1)
-
     def decodes_first(self) -> Work:
         """The same with sequences of one token, or of one and drafts, before others."""
         later = (self.counts > 1) & (self.drafts == 0)
@@ -178,7 +174,7 @@ class Work:
             return self
         return self.taken(np.argsort(later, kind="stable"))
 
-    def row_by_row(self, *, every: bool = False) -> Work:
+    def row_by_row(self, *, every: bool) -> tuple[Work, Ints]:
         """The same with each token of those that have drafts as a slice of its own.
 
         A place has several then, one after the other, the context of each a token longer; a next
@@ -186,16 +182,19 @@ class Work:
 
         Args:
             every: Do so with all of them.
+
+        Returns:
+            That, and how many slices each becomes.
         """
+        parts = self.counts if every else np.where(self.drafts > 0, self.counts, 1)
         if not (self.drafts.any() or every):
-            return self
-        parts = self.parts(every=every)
+            return self, parts
         index = np.repeat(np.arange(len(self)), parts)
         within = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
         own = self.taken(index)
         counts = np.where((own.drafts > 0) | every, 1, own.counts)
         samples = own.samples & (within + counts >= own.counts - own.drafts)
-        return replace(
+        rows = replace(
             own,
             starts=own.starts + within,
             counts=counts,
@@ -203,6 +202,7 @@ class Work:
             logprobs=np.where(samples, own.logprobs, -1),
             drafts=np.zeros_like(own.drafts),
         )
+        return rows, parts
 
     def moved(self, by: Ints) -> Work:
         """As many tokens of the same sequences, each slice so many tokens further on."""

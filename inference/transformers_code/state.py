@@ -101,7 +101,7 @@ class Stateful(nn.Module):
         self._pools = [StatePool(own, rows, device, int8) for own in self.shapes]
         return sum(pool.nbytes for pool in self._pools)
 
-    def copy_rows(self, sources: Tensor, targets: Tensor, *, kept: bool = False) -> None:
+    def copy_rows(self, sources: Tensor, targets: Tensor, *, kept: bool) -> None:
         """Copy states from some rows to as many others, all at once; as `StatePool.copy`."""
         for pool in self._pools:
             pool.copy(sources, targets, kept=kept)

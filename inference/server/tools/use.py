@@ -99,8 +99,8 @@ def tool_constraint(
     functions: Sequence[Function],
     choice: ToolChoice,
     *,
-    parallel: bool = True,
-    text: Constraint | None = None,
+    parallel: bool,
+    text: Constraint | None,
 ) -> Constraint | None:
     """The constraint of an answer, or None where it is free.
 
