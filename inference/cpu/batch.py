@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inference.models.adapters import AdaptedLayer, number_of
-from inference.scheduling.work import Work, lay_out
+from inference.scheduling.work import Work
 from inference.transformers_code.pieces import Piece, pieces_of
 from kernels.cpu.lora import LoraTable
 from kernels.ops import add_lora
@@ -81,15 +81,14 @@ def plan_step(work: Work) -> Batch:
 def plan_tokens(work: Work) -> Batch:
     """Lay out a step of what keeps no states; the rows of its logits are those of its slices, in
     order (`Work.rows`)."""
-    own, ends, rows = lay_out(work), np.cumsum(work.counts), work.rows
-    firsts = np.repeat(ends - np.cumsum(rows), rows)  # of a slice's last rows, less those before
+    own = work.laid_out()
     widest = int(work.batch.held[work.places].max())
     return Batch(
         ids=torch.from_numpy(own.ids),
         positions=torch.from_numpy(own.positions),
         slots=torch.from_numpy(own.slots),
         block_tables=torch.from_numpy(work.batch.tables[work.places, :widest].astype(np.int64)),
-        query_start=torch.from_numpy(np.concatenate([[0], ends])),
+        query_start=torch.from_numpy(np.concatenate([[0], np.cumsum(work.counts)])),
         context_len=torch.from_numpy(own.contexts),
-        rows=torch.from_numpy(firsts + np.arange(len(firsts))),
+        rows=torch.from_numpy(work.wanted),
     )

@@ -13,7 +13,7 @@ from inference.cpu.batch import StateBatch, plan_tokens
 from inference.models.model import Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.sampler import draw_token
-from inference.scheduling.work import Work, lay_out
+from inference.scheduling.work import Work, fitting
 from kernels.attention_inputs import KVPool
 
 
@@ -63,7 +63,7 @@ class HostChain:
         left = batch.known[places] - self._shift - starts
         found = []
         while left.any():
-            now = np.clip(self._most - (np.cumsum(left) - left), 0, left)
+            now = fitting(left, self._most)
             some = np.flatnonzero(now)
             work = _work(batch, places[some], starts[some], now[some])
             last = torch.from_numpy(now[some] == left[some])  # in order of places
@@ -79,7 +79,7 @@ class HostChain:
             hidden: What was computed of the token before each, where the model has not computed
                 what is read of it; None where it has.
         """
-        own = lay_out(work)
+        own = work.laid_out()
         ids = work.batch.ids[own.owners, own.positions + self._shift].astype(np.int64)
         step = replace(plan_tokens(work), ids=torch.from_numpy(ids))
         if (pieces := self._network.pieces) is not None:

@@ -16,7 +16,7 @@ from inference.cpu.batch import Batch
 from inference.cpu.layers import CpuExperts, Linear, attend_latents, route, sigmoid
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
-from inference.models.layers import FeedForward, GatedMLP, MixtureOfExperts, by_expert
+from inference.models.layers import FeedForward, GatedMLP, MixtureOfExperts, by_expert, sum_in_order
 from inference.models.parts import Layer
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.ops import (
@@ -190,10 +190,7 @@ def _mixture(own: MixtureOfExperts[Linear, CpuExperts], x: Tensor, sinks: Tensor
     weights, chosen = route(own.router(x), own.routing, own.correction)
     pairs = zip(own.gate_up.each, own.down.each, strict=True)
     experts = [GatedMLP(*pair, own.activation) for pair in pairs]
-    outputs = by_expert(x, chosen, experts, run)  # [T, k, H]
-    y = outputs[:, 0] * weights[:, :1]
-    for i in range(1, own.routing.chosen):  # in order: a sum of torch's may take any
-        y = y + outputs[:, i] * weights[:, i : i + 1]
+    y = sum_in_order(by_expert(x, chosen, experts, run), weights)
     if own.shared is not None:
         said = _gated(own.shared, x, sinks)
         y = y + (said if own.shared_gate is None else said * sigmoid(own.shared_gate(x)))

@@ -30,6 +30,7 @@ from inference.gpu.sizes import decodes_of
 from inference.gpu.steps import DRAWS, GREEDY, write_tables
 from inference.models.model import Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
+from inference.scheduling.work import fitting, lay_out
 from inference.transformers_code.pieces import Piece
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.devices import launches_on
@@ -274,7 +275,7 @@ class DeviceChain:
         ends = batch.known[places] - self._network.shift
         ends = np.where(ends - starts > ROWS, ends - 1, starts)
         while (left := ends - starts).any():
-            now = np.clip(self._most - (np.cumsum(left) - left), 0, left)
+            now = fitting(left, self._most)
             some = np.flatnonzero(now)
             self._prefill(batch, places[some], starts[some], now[some])
             starts = starts + now
@@ -350,17 +351,13 @@ def write_rows(
     arrays: Arrays, batch: RunningBatch, places: Ints, starts: Ints, counts: Ints, shift: int
 ) -> None:
     """Write tokens [starts, starts + counts) of sequences; rows after them stand for none."""
-    total, before = int(counts.sum()), np.cumsum(counts) - counts
-    index = np.repeat(np.arange(len(places)), counts)
-    positions = np.arange(total) - before[index] + starts[index]
-    owners = places[index]
-    blocks = batch.tables[owners, positions // KV_BLOCK].astype(np.int64)
+    rows, total = lay_out(batch, places, starts, counts), int(counts.sum())
     values = {
-        "ids": batch.ids[owners, positions + shift],
-        "positions": positions,
-        "slots": blocks * KV_BLOCK + positions % KV_BLOCK,
-        "sequences": index,
-        "lengths": positions + 1,
+        "ids": batch.ids[rows.owners, rows.positions + shift],
+        "positions": rows.positions,
+        "slots": rows.slots,
+        "sequences": np.repeat(np.arange(len(places)), counts),
+        "lengths": rows.positions + 1,
     }
     for name, own in values.items():
         arrays[name][:total], arrays[name][total:] = own, -1 if name == "slots" else 0

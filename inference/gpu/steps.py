@@ -21,7 +21,7 @@ from inference.gpu.fields import Arrays, Shape
 from inference.gpu.sizes import Size, WholeSize
 from inference.scheduling.batch import DRAW_TYPES, Ints, RunningBatch
 from inference.scheduling.sequence import Draw
-from inference.scheduling.work import Work, lay_out
+from inference.scheduling.work import Work
 from inference.transformers_code.pieces import SPARE, Piece
 
 OF_TOKENS = ("ids", "positions", "slots", "batch_index")  # int64
@@ -183,17 +183,10 @@ def wanted_tokens(work: Work, size: Size | WholeSize) -> Tensor | None:
     """The tokens whose logits are wanted, where a padded step keeps the rows of all."""
     if isinstance(size, WholeSize) or not size.every:
         return None
-    found = _wanted(work)
+    found = work.wanted
     return torch.from_numpy(
         np.where(found < work.singles, found, found + size.decodes - work.singles)
     )
-
-
-def _wanted(work: Work) -> Ints:
-    """The tokens of a step whose logits are wanted."""
-    ends, rows = np.cumsum(work.counts), work.rows
-    last = np.cumsum(rows)
-    return np.repeat(ends - last, rows) + np.arange(rows.sum())
 
 
 def logprob_rows(work: Work, size: Size | WholeSize) -> LogprobRows | None:
@@ -212,14 +205,14 @@ def write_whole(arrays: Arrays, work: Work, size: WholeSize) -> None:
     for name, values in own.items():
         arrays[name][:] = values
     write_tables(arrays["tables"], work.batch, work.places)
-    arrays["rows"][:] = _wanted(work)
+    arrays["rows"][:] = work.wanted
     arrays["samples"][:] = np.cumsum(work.rows)[samples] - 1
     arrays["query_start"][0], arrays["query_start"][1:] = 0, ends
 
 
 def _of_slices(work: Work, *, adapted: bool = False) -> dict[str, NDArray]:
     """Where tokens stand, and the adapters that they run with."""
-    own = lay_out(work)
+    own = work.laid_out()
     slots = {"adapters": work.adapters} if adapted else {}
     return slots | {
         "ids": own.ids,

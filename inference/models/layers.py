@@ -187,3 +187,14 @@ def by_expert(
         if len(rows):
             outputs[rows] = run(expert, rows // chosen.shape[1])
     return outputs.unflatten(0, chosen.shape)
+
+
+def sum_in_order(outputs: Tensor, weights: Tensor) -> Tensor:
+    """What experts give [T, k, H], weighted [T, k] and added one after the other: [T, H].
+
+    So a token's bits do not depend on the batch; a sum of torch's may take any order.
+    """
+    y = outputs[:, 0] * weights[:, :1]
+    for i in range(1, outputs.shape[1]):
+        y = y + outputs[:, i] * weights[:, i : i + 1]
+    return y

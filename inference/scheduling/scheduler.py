@@ -33,7 +33,7 @@ from inference.scheduling.prefix_tree import Key
 from inference.scheduling.prompt_share import ChunkedPrefill, Prompt
 from inference.scheduling.sequence import MASKED_DRAFTS, Sequence
 from inference.scheduling.states import whole_pieces
-from inference.scheduling.work import Work
+from inference.scheduling.work import Work, fitting
 from kernels.attention_inputs import KV_BLOCK
 
 if TYPE_CHECKING:
@@ -527,5 +527,4 @@ def _few_masks(batch: RunningBatch, places: Ints, drafts: Ints) -> Ints:
     masked = np.where(batch.terms.masked[places], drafts, 0)
     if not masked.any():
         return drafts
-    before = np.cumsum(masked) - masked
-    return np.where(masked > 0, np.clip(MASKED_DRAFTS - before, 0, drafts), drafts)
+    return np.where(masked > 0, fitting(masked, MASKED_DRAFTS), drafts)

@@ -35,21 +35,20 @@ class BatchLayout(NamedTuple):
     contexts: Ints
 
 
-def lay_out(work: Work) -> BatchLayout:
-    """Lay out the tokens of a step."""
-    owners, positions, counts = work.places, work.starts, work.counts
-    if work.tokens > len(work):
-        owners = np.repeat(owners, counts)
+def lay_out(batch: RunningBatch, places: Ints, starts: Ints, counts: Ints) -> BatchLayout:
+    """Lay out tokens [starts, starts + counts) of sequences, at least one of each."""
+    owners, positions, tokens = places, starts, int(counts.sum())
+    if tokens > len(places):
+        owners = np.repeat(places, counts)
         before = np.cumsum(counts) - counts
-        positions = np.arange(work.tokens) + np.repeat(work.starts - before, counts)
-    batch = work.batch
+        positions = np.arange(tokens) + np.repeat(starts - before, counts)
     blocks = batch.tables[owners, positions // KV_BLOCK].astype(np.int64)
     return BatchLayout(
         ids=batch.ids[owners, positions].astype(np.int64),
         positions=positions,
         slots=blocks * KV_BLOCK + positions % KV_BLOCK,
         owners=owners,
-        contexts=work.starts + counts,
+        contexts=starts + counts,
     )
 
 
@@ -149,6 +148,12 @@ class Work:
         return np.where(self.whole, self.counts, self.samples + self.drafts)
 
     @cached_property
+    def wanted(self) -> Ints:
+        """The tokens that these rows are of, by their places among all."""
+        ends, last = np.cumsum(self.counts), np.cumsum(self.rows)
+        return np.repeat(ends - last, self.rows) + np.arange(self.rows.sum())
+
+    @cached_property
     def masked(self) -> Bools:
         """Whose next token a device chooses from those that a mask lets come."""
         return self.batch.terms.masked[self.places] & self.samples & ~self.host
@@ -162,6 +167,10 @@ class Work:
     def adapters(self) -> NDArray[np.int32]:
         """The slot of each token's adapter, -1 for none."""
         return np.repeat(self.batch.terms.adapter[self.places], self.counts)
+
+    def laid_out(self) -> BatchLayout:
+        """Where its tokens stand."""
+        return lay_out(self.batch, self.places, self.starts, self.counts)
 
     def alive(self) -> Bools:
         """Which of the sequences are still where they were."""
@@ -215,3 +224,8 @@ class Work:
         names = ("places", "starts", "counts", "serials", "samples", "host", "whole")
         names += ("logprobs", "drafts")
         return replace(self, **{name: getattr(self, name)[which] for name in names})
+
+
+def fitting(wanted: Ints, room: int) -> Ints:
+    """How many each gets of what it wants, in their order, as long as there is room for them."""
+    return np.clip(room - (np.cumsum(wanted) - wanted), 0, wanted)

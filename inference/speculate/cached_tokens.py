@@ -30,7 +30,7 @@ from typing_extensions import override
 from inference.config import EngineConfig
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.states import DRAFTS, StateRows, piece_of
-from inference.scheduling.work import Work
+from inference.scheduling.work import Work, fitting
 from inference.transformers_code.model import CodeModel
 from inference.transformers_code.pieces import Piece, pieces_of
 from kernels.attention_inputs import KV_BLOCK
@@ -162,7 +162,7 @@ class KeptStates(CachedTokens):
     @override
     def room(self, most: Ints) -> Ints:
         later = np.maximum(most - 1, 0)  # the state before the first draft but one is kept, too
-        return most - later + np.clip(self._rows.drafts - np.cumsum(later) + later, 0, later)
+        return most - later + fitting(later, self._rows.drafts)
 
     @override
     def count(self, batch: RunningBatch, places: Ints) -> Ints:

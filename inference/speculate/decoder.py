@@ -24,7 +24,7 @@ import numpy as np
 
 from inference.proposers import Proposer
 from inference.scheduling.batch import Ints, RunningBatch
-from inference.scheduling.work import Work
+from inference.scheduling.work import Work, fitting
 from inference.speculate.counts import Tally
 from inference.speculate.estimates import Floats, Rates, StepTime, Trials
 
@@ -90,18 +90,18 @@ class SpeculativeDecoder:
             return most
         self._rates.enter(batch, places)
         if self._depth is not None:
-            return _within(most, room)
+            return fitting(most, room)
         wanted, count = self._paying(places, most), len(places)
         if wanted.any():
             self._trials.stop()
-            return _within(wanted, room)
+            return fitting(wanted, room)
         tried = self._trials.next(count)
         rows = count + Trials.DEPTH * self._rates.found(places[tried])
         seconds = self._times_with_drafts.of(rows) + self._drafting.of(Trials.DEPTH)
         self._now.trial = self._trials.due(count, self._more(float(seconds), count))
         if self._now.trial:
             wanted[tried] = np.minimum(Trials.DEPTH, most[tried])
-        return _within(wanted, room)
+        return fitting(wanted, room)
 
     def plan_ahead(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
         """As `plan`, for the step after one that still runs; none where it would try drafts.
@@ -111,7 +111,7 @@ class SpeculativeDecoder:
         if not self._rates.know(batch, places):
             return np.zeros_like(most)
         most = np.minimum(most, self._most)
-        return _within(most if self._depth is not None else self._paying(places, most), room)
+        return fitting(most if self._depth is not None else self._paying(places, most), room)
 
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
         """Write drafts to `batch.ids`, after what is known; how many there are of each.
@@ -224,9 +224,3 @@ class SpeculativeDecoder:
     def _times_with_drafts(self) -> StepTime:
         """What steps with drafts take; before any ran, what those without do."""
         return self._verifying if self._verifying.learned else self._plain
-
-
-def _within(drafts: Ints, room: int) -> Ints:
-    """Drafts of each sequence, the first ones, as long as there is room for them."""
-    before = np.cumsum(drafts) - drafts
-    return np.clip(room - before, 0, drafts)

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from formats.errors import CheckpointError
-from inference.models.layers import LinearLayer, by_expert
+from inference.models.layers import LinearLayer, by_expert, sum_in_order
 from inference.transformers_code.attention import current_sinks, current_step, only_rows
 
 
@@ -182,11 +182,7 @@ class Head(nn.Module):
 
 
 class RoutedExperts(nn.ModuleList):
-    """The experts of a block, in the place of transformers' stack.
-
-    All that is added up of a token is added in the order of its own experts, so that its bits do
-    not depend on the batch.
-    """
+    """The experts of a block, in the place of transformers' stack."""
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Sum of the chosen experts' outputs, as weighted.
@@ -201,11 +197,7 @@ class RoutedExperts(nn.ModuleList):
             with only_rows(tokens):
                 return expert(x[tokens])
 
-        outputs = by_expert(x, chosen, list(self), run)
-        y = outputs[:, 0] * weights[:, :1]
-        for i in range(1, chosen.shape[1]):  # in order: a sum of torch's may take any
-            y = y + outputs[:, i] * weights[:, i : i + 1]
-        return y.to(x.dtype)
+        return sum_in_order(by_expert(x, chosen, list(self), run), weights).to(x.dtype)
 
 
 class _ByLayer(TorchFunctionMode):
