@@ -22,8 +22,7 @@ from formats.checkpoint.compressed_tensors import (
     read_cache_scheme,
     read_groups,
 )
-from formats.checkpoint.native import native_tensors, turned_weights
-from formats.checkpoint.split import split_stored
+from formats.checkpoint.native import native_tensors, own_layers
 from formats.errors import CheckpointError
 from formats.families.registry import find_family, predicting_layer
 from formats.families.sizes import merged_rows
@@ -87,8 +86,7 @@ def read_contents(path: Path, *, to_run: bool) -> Contents:
     stored = open_native(path, config, published)
     if published is not None and not quantization:
         return Contents(config, native_tensors(stored, published, config))
-    files = split_stored(stored, config)
-    files = turned_weights(files, config)
+    files = own_layers(stored, config)
     if not quantization:
         _refuse_integers(path, files)
         return Contents(config, files, own=own)
@@ -124,7 +122,7 @@ def _foreign_contents(folder: ForeignFolder, to_run: bool) -> Contents:
     require_scheme(folder)
     if to_run:
         refuse_to_run(folder)
-    files = turned_weights(split_stored(folder.plain_files, folder.config), folder.config)
+    files = own_layers(folder.plain_files, folder.config)
     layers = _apart(folder)
     tensors = {name: layer for layer in layers.values() for name in layer.tensors}
     return Contents(folder.config, files | tensors, _groups(folder), foreign=layers)

@@ -42,7 +42,7 @@ from formats.families.sizes import Cached
 from formats.files import find_file
 from formats.modeling.layers import attention_names, cached
 from formats.stored.folder import KV_SCALES, SINK_SCALES, OwnPart
-from formats.stored.safetensors_files import SafetensorsFile, TensorFile, read_elements
+from formats.stored.safetensors_files import SafetensorsFile, TensorFile, read_tensor
 from formats.stored.weights import check_scale
 
 ROLES = ("k_cache", "v_cache")
@@ -105,7 +105,7 @@ def _drop_zero_points(files: dict[str, TensorFile], config: Mapping[str, Any]) -
     """Leave out zero points of a symmetric cache, which some write and which say nothing."""
     names = {f"{a}.{kind}_zero_point" for a in attention_names(config) for kind in "kv"}
     for name in sorted(names & files.keys()):
-        if bool(read_elements(files, [name]).float().any()):
+        if bool(read_tensor(files[name], name).float().any()):
             raise CheckpointError(
                 f"{name} is not 0, but the cache is symmetric by kv_cache_scheme of config.json. "
                 "Get the checkpoint again"
@@ -170,13 +170,13 @@ def _checked(
 
 def _finite(name: str, files: Mapping[str, TensorFile], wanted: tuple[int, ...]) -> Tensor:
     """A tensor of finite numbers, in fp32."""
-    shape, found = files[name].tensors[name][1], read_elements(files, [name]).float()
+    shape, found = files[name].tensors[name][1], read_tensor(files[name], name).float()
     if shape != wanted or not bool(torch.isfinite(found).all()):
         raise CheckpointError(
             f"{name} has the shape {shape} or holds NaN or infinity; needed are finite numbers "
             f"{wanted}. Copy the checkpoint again or write it again"
         )
-    return found.reshape(shape)
+    return found
 
 
 def _scale(
@@ -186,7 +186,7 @@ def _scale(
     shape = files[name].tensors[name][1]
     size = own.k if role == "k_cache" else own.v
     wanted = spec.scale_shape(role, own.heads, size, latent=own.latent)
-    scale = read_elements(files, [name]).reshape(shape)
+    scale = read_tensor(files[name], name)
     if shape in ((*wanted, 1, 1), ()) and scale.numel() == math.prod(wanted):  # served so
         scale = scale.reshape(wanted)
     check_scale(name, scale, (wanted,))
@@ -241,7 +241,7 @@ def read_sinks(path: Path, own: OwnPart | None, static: Collection[str]) -> Sink
     scales = {}
     for name in static:
         tensor = f"{name}.{LEAF}"
-        scale = read_elements(files, [tensor]).reshape(file.tensors[tensor][1])
+        scale = read_tensor(file, tensor)
         check_scale(tensor, scale, ((1,),))
         scales[name] = scale.float()
     return Sinks(tokens, files, scales)

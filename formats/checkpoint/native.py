@@ -18,23 +18,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.checkpoint.split import RowsOf, split_stored
+from formats.checkpoint.split import split_stored
 from formats.errors import CheckpointError
 from formats.families.registry import OWN_CLASSES
 from formats.families.sizes import heads_of
 from formats.published import TURNED, PublishedLayout, find_layout, is_turned
-from formats.stored.safetensors_files import Computed, StoredTensors, TensorFile, read_elements
+from formats.stored.safetensors_files import (
+    Computed,
+    RowsOf,
+    StoredTensors,
+    TensorFile,
+    read_tensor,
+)
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _unit_rows(file: TensorFile, name: str) -> Computed:
     """A matrix whose rows are divided by their length: w / max(||w||, 1e-12), rounded once."""
-    dtype, shape = kind = file.tensors[name]
+    kind = file.tensors[name]
 
     def divided() -> Tensor:
-        stored = read_elements({name: file}, [name]).reshape(shape)
-        return torch.nn.functional.normalize(stored.float()).to(dtype)
+        return torch.nn.functional.normalize(read_tensor(file, name).float()).to(kind[0])
 
     return Computed(file.path, name, kind, divided)
 
@@ -42,29 +47,25 @@ def _unit_rows(file: TensorFile, name: str) -> Computed:
 def _turned(file: TensorFile, name: str) -> Computed:
     """The weight of a linear layer [out, in] that is stored as [in, out]."""
     dtype, shape = file.tensors[name]
-
-    def turned() -> Tensor:
-        return read_elements({name: file}, [name]).reshape(shape).T
-
-    return Computed(file.path, name, (dtype, shape[::-1]), turned)
+    return Computed(file.path, name, (dtype, shape[::-1]), lambda: read_tensor(file, name).T)
 
 
-def turned_weights(
-    files: Mapping[str, TensorFile], config: Mapping[str, Any]
+def own_layers(
+    files: Mapping[str, StoredTensors], config: Mapping[str, Any]
 ) -> dict[str, TensorFile]:
-    """Float weights of linear layers as [out, in] where they lie as [in, out]; all else as it is.
+    """`split_stored`, with float weights of linear layers as [out, in] where they lie as [in, out].
 
     Args:
         files: By the names of the native class.
     """
     return {
         name: _turned(file, name) if _is_transposed(name, file.tensors[name][0], config) else file
-        for name, file in files.items()
+        for name, file in split_stored(files, config).items()
     }
 
 
 def as_stored(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """A tensor as the files of its model have it: the way back from `turned_weights`."""
+    """A tensor as the files of its model have it: the way back from `own_layers`."""
     return tensor.T.contiguous() if _is_transposed(name, tensor.dtype, config) else tensor
 
 

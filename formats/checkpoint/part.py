@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.split import RowsOf
 from formats.errors import CheckpointError
 from formats.foreign.folder import ForeignLayer
 from formats.scheme import WeightSpec
-from formats.stored.safetensors_files import Computed, Derived, StoredTensors, TensorFile
+from formats.stored.safetensors_files import Computed, Derived, RowsOf, StoredTensors, TensorFile
 from formats.stored.weights import StoredWeight
 
 ALL = 0  # one entry of a tensor for all outputs, or all inputs

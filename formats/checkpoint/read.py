@@ -45,7 +45,7 @@ from formats.pack import unpack_powers
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme, has_float_zeros
 from formats.stored.folder import MANIFEST, auxiliary_files, check_manifest, check_own_cache
-from formats.stored.safetensors_files import NamedTensors, TensorFile, read_elements, read_tensors
+from formats.stored.safetensors_files import NamedTensors, TensorFile, read_tensor, read_tensors
 from formats.stored.weights import StoredWeight, expect, join_weights, read_weights
 
 SCALE_TABLE = "quant/scale_table.json"
@@ -285,7 +285,7 @@ class Checkpoint(NamedTensors):
             return _as_float(self.tensor(name))
         file = self._beside.get(name)
         if file is not None:
-            return read_elements({name: file}, [name]).reshape(file.tensors[name][1]).float()
+            return read_tensor(file, name).float()
         raise CheckpointError(f"{name} is missing from {self.path}; write the checkpoint again")
 
 

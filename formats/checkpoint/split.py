@@ -52,8 +52,14 @@ from formats.families.predicting import UNDECLARED
 from formats.families.registry import find_family
 from formats.families.sizes import merged_rows
 from formats.modeling.layers import renamed_of, stacks_of
-from formats.stored.names import Renamed, copy_shared
-from formats.stored.safetensors_files import Computed, StoredTensors, TensorFile, read_elements
+from formats.stored.names import copy_shared, renamed
+from formats.stored.safetensors_files import (
+    Computed,
+    RowsOf,
+    StoredTensors,
+    TensorFile,
+    read_tensor,
+)
 
 SHAPE = "weight_shape"
 ONE_FOR_ALL = "input_scale"
@@ -87,7 +93,7 @@ def _of_one_expert(
 
     def taken() -> Tensor:
         """The layer's rows, which are apart in the file."""
-        values = read_elements({name: stored}, [name]).view(own)
+        values = read_tensor(stored, name)
         return (values.T if last else values)[outputs].reshape(shape)
 
     return Computed(file.path, name, (dtype, shape), taken)
@@ -123,31 +129,6 @@ def alternating_experts(
             yield own, _of_one_expert(file, name, expert, own, part, last)
 
 
-class RowsOf:
-    """Layers that are runs of rows of one tensor.
-
-    Args:
-        starts: First row of each layer, of the tensor seen as [rows, columns], by the name that
-            its own tensor gets.
-        shape: Of each layer's own tensor.
-    """
-
-    def __init__(
-        self, file: StoredTensors, tensor: str, starts: Mapping[str, int], shape: tuple[int, ...]
-    ) -> None:
-        dtype = file.tensors[tensor][0]
-        width = dtype.itemsize * (shape[-1] if len(shape) > 1 else 1)
-        self._file, self._tensor, self._starts = file, tensor, starts
-        self._width, self._nbytes = width, dtype.itemsize * math.prod(shape)
-        self.path = file.path
-        self.tensors = dict.fromkeys(starts, (dtype, shape))
-
-    def span(self, name: str) -> tuple[int, int]:
-        """Where a layer's rows begin and end in the file, in bytes."""
-        start = self._file.span(self._tensor)[0] + self._starts[name] * self._width
-        return start, start + self._nbytes
-
-
 def _shape_of(file: StoredTensors, tensor: str, name: str, rows: int) -> Computed:
     """The shape, int64 [2], of a layer of so many rows whose packed weight is a part of another's.
 
@@ -155,7 +136,7 @@ def _shape_of(file: StoredTensors, tensor: str, name: str, rows: int) -> Compute
     """
 
     def made() -> Tensor:
-        whole = read_elements({tensor: file}, [tensor])
+        whole = read_tensor(file, tensor)
         return torch.stack((torch.tensor(rows), whole[1]))
 
     return Computed(file.path, name, (torch.int64, (2,)), made)
@@ -205,7 +186,7 @@ def _split_stacks(
     for code, own in renamed_of(config).items():
         if code in files and own not in files:
             del found[code]
-            found[own] = Renamed(files[code], code, own)
+            found[own] = renamed(files[code], code, own)
     stacks = stacks_of(config, listed=True)
     for parameter, file in files.items():
         names = stacks.get(parameter) or _predicting_stack(parameter, stacks)
@@ -295,8 +276,8 @@ def _split_experts(
     apart: dict[str, TensorFile] = dict(_apart(file, name, f"{block}.{names.module}", names))
     router = f"{block}.{layer}.{names.router}.weight"
     if layer != names.module and router in found:  # named as in memory, like the experts
-        renamed, stored = f"{block}.{names.module}.{names.router}.weight", files[router]
-        apart[renamed] = RowsOf(stored, router, {renamed: 0}, stored.tensors[router][1])
+        own = f"{block}.{names.module}.{names.router}.weight"
+        apart[own] = renamed(files[router], router, own)
         del found[router]
     _put_apart(found, name, file, apart)
 

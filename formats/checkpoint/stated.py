@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.compressed_tensors import CLASS, ArgsValues, read_values
-from formats.checkpoint.native import turned_weights
-from formats.checkpoint.split import split_stored
+from formats.checkpoint.native import own_layers
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError
 from formats.foreign.folder import OF_CACHE, named
@@ -53,8 +52,7 @@ class StatedFolder(NamedTensors):
         found = read_config(path)
         self.path, self.config = path, found.model
         groups = read_values(found.quantization or {}).config_groups or {}
-        files = split_stored(open_native(path, found.model, found.published), found.model)
-        files = turned_weights(files, found.model)
+        files = own_layers(open_native(path, found.model, found.published), found.model)
         self._files = {name: file for name, file in files.items() if not name.endswith(LEFT)}
         self.modules = self.modules_stored_in(QUANTIZED)
         self._args: dict[str, ArgsValues] = {}

@@ -24,7 +24,7 @@ from formats.modeling.layers import common_inputs
 from formats.scheme import Scheme
 from formats.stored.folder import read_config
 from formats.stored.names import open_native
-from formats.stored.safetensors_files import StoredTensors, read_elements
+from formats.stored.safetensors_files import StoredTensors, read_tensor
 from formats.stored.weights import (
     Shape,
     StoredWeight,
@@ -117,7 +117,7 @@ class ForeignFolder:
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor from its file."""
-        return read_elements(self._files, [name]).reshape(self.kind(name)[1])
+        return read_tensor(self._files[name], name)
 
     def kind(self, name: str) -> tuple[torch.dtype, Shape]:
         """Element type and shape of a tensor, from its file's header."""

@@ -15,27 +15,14 @@ from formats.errors import CheckpointError
 from formats.families.names import block_of
 from formats.modeling.layers import embedding_name, head_name, tied_in_blocks
 from formats.published import find_layout
-from formats.stored.safetensors_files import StoredTensors, TensorFile, open_weights
+from formats.stored.safetensors_files import RowsOf, StoredTensors, TensorFile, open_weights
 
 USUAL = ("model.", "transformer.")  # where these are, no model's code has to be asked
 
 
-class Renamed:
-    """A tensor of a file by another name.
-
-    Args:
-        stored: Its name there.
-        name: Its name here.
-    """
-
-    def __init__(self, file: StoredTensors, stored: str, name: str) -> None:
-        self._file, self._stored = file, stored
-        self.path: Path = file.path
-        self.tensors = {name: file.tensors[stored]}
-
-    def span(self, name: str) -> tuple[int, int]:
-        """Where it begins and ends in the file, in bytes."""
-        return self._file.span(self._stored)
+def renamed(file: StoredTensors, stored: str, name: str) -> StoredTensors:
+    """A tensor of a file by another name than it has there."""
+    return RowsOf(file, stored, {name: 0}, file.tensors[stored][1])
 
 
 def open_native(
@@ -57,7 +44,7 @@ def open_native(
     else:
         names = _with_prefix(files, config)
     return {
-        own: files[name] if own == name else Renamed(files[name], name, own)
+        own: files[name] if own == name else renamed(files[name], name, own)
         for name, own in names.items()
         if own is not None
     }
@@ -106,4 +93,4 @@ def copy_shared(
     there = {name.rpartition(".")[0] for name in found}
     for name, other in tied_in_blocks(config).items():
         if other in files and name.rpartition(".")[0] not in there:
-            found[name] = Renamed(files[other], other, name)
+            found[name] = renamed(files[other], other, name)

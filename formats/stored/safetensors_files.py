@@ -135,11 +135,36 @@ class SafetensorsFile:
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor."""
-        return read_elements({name: self}, [name]).reshape(self.tensors[name][1])
+        return read_tensor(self, name)
 
     def span(self, name: str) -> tuple[int, int]:
         """Where a tensor begins and ends in the file, in bytes."""
         return self._spans[name]
+
+
+class RowsOf:
+    """Layers that are runs of rows of one tensor.
+
+    Args:
+        starts: First row of each layer, of the tensor seen as [rows, columns], by the name that
+            its own tensor gets.
+        shape: Of each layer's own tensor.
+    """
+
+    def __init__(
+        self, file: StoredTensors, tensor: str, starts: Mapping[str, int], shape: tuple[int, ...]
+    ) -> None:
+        dtype = file.tensors[tensor][0]
+        width = dtype.itemsize * (shape[-1] if len(shape) > 1 else 1)
+        self._file, self._tensor, self._starts = file, tensor, starts
+        self._width, self._nbytes = width, dtype.itemsize * math.prod(shape)
+        self.path = file.path
+        self.tensors = dict.fromkeys(starts, (dtype, shape))
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where a layer's rows begin and end in the file, in bytes."""
+        start = self._file.span(self._tensor)[0] + self._starts[name] * self._width
+        return start, start + self._nbytes
 
 
 def read_elements(files: Mapping[str, TensorFile], names: Sequence[str]) -> Tensor:
@@ -176,6 +201,11 @@ def read_elements(files: Mapping[str, TensorFile], names: Sequence[str]) -> Tens
                     raise _damaged(path, f"{name} ends early")
                 start = stop
     return out
+
+
+def read_tensor(file: TensorFile, name: str) -> Tensor:
+    """Read one tensor of a file."""
+    return read_elements({name: file}, [name]).reshape(file.tensors[name][1])
 
 
 def read_tensors(files: Mapping[str, TensorFile], names: Sequence[str]) -> list[Tensor]:
@@ -332,7 +362,7 @@ class NamedTensors:
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor from its file."""
-        return read_elements({name: self._file(name)}, [name]).reshape(self.shape(name))
+        return read_tensor(self._file(name), name)
 
     def tensors(self, names: Sequence[str]) -> Tensor:
         """Read tensors that differ in their first size at most as one, as `torch.cat` gives it."""

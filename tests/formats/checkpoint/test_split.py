@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.split import RowsOf
 from formats.errors import CheckpointError
+from formats.stored.safetensors_files import RowsOf
 from tests.experts import MOE, stack_experts
 from tests.ptq.quantizing import edit_model
 from tests.published import check_tensors
