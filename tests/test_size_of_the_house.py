@@ -20,7 +20,7 @@ SOURCES = {".py", ".cpp", ".h"}
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 104_451,
+    "lines of source": 104_441,
     "files of source": 574,
     "lines of imports, in 1,000 lines of code": 84,
     "crowded classes": 3,

@@ -24,7 +24,7 @@ from formats.modeling.layers import common_inputs
 from formats.scheme import Scheme
 from formats.stored.folder import read_config
 from formats.stored.names import open_native
-from formats.stored.safetensors_files import StoredTensors, read_tensor
+from formats.stored.safetensors_files import NamedTensors, StoredTensors
 from formats.stored.weights import (
     Shape,
     StoredWeight,
@@ -44,7 +44,7 @@ def owner(name: str, modules: Collection[str]) -> str | None:
     return next((prefix for prefix in prefixes if prefix in modules), None)
 
 
-class ForeignFolder:
+class ForeignFolder(NamedTensors):
     """A checkpoint folder whose weights are quantized in another layout than compressed-tensors.
 
     Attributes:
@@ -56,6 +56,8 @@ class ForeignFolder:
         CheckpointError: settings are not read here, a layer's tensors are not complete, or there
             are none.
     """
+
+    _files: dict[str, StoredTensors]
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,18 +113,6 @@ class ForeignFolder:
             check_scale_values("scales", scales.abs())
         return plain and not bool((scales < 0).any())
 
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors, sorted."""
-        return tuple(sorted(self._files))
-
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor from its file."""
-        return read_tensor(self._files[name], name)
-
-    def kind(self, name: str) -> tuple[torch.dtype, Shape]:
-        """Element type and shape of a tensor, from its file's header."""
-        return self._files[name].tensors[name]
-
     @property
     def plain_files(self) -> dict[str, StoredTensors]:
         """The files of the tensors that belong to no quantized layer, and of biases."""
@@ -140,11 +130,11 @@ class ForeignFolder:
         layout = self.layout_of(module)
         assert layout.shape is not None
         name = f"{module}.{layout.leaves[0]}"
-        stored = self.kind(name)[1]
+        stored = self.shape(name)
         if len(stored) != 2:
             raise CheckpointError(f"{name} has shape {list(stored)}; needed is a matrix")
         scales = f"{module}.scales"
-        dtype = self.kind(scales)[0] if scales in self._files else torch.float32
+        dtype = self.dtype(scales) if scales in self else torch.float32
         path, shape = self._files[name].path, layout.shape(stored)
         return ForeignLayer(self, module, path, shape, dtype)
 
