@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, RecipeError, RequestError
 
 
 def refused_by(error: type[Exception], message: str, call: Callable, *given: Any, **named: Any):
@@ -17,3 +17,5 @@ def refused_by(error: type[Exception], message: str, call: Callable, *given: Any
 
 refused = partial(refused_by, ValueError)
 refused_checkpoint = partial(refused_by, CheckpointError)
+refused_recipe = partial(refused_by, RecipeError)
+refused_request = partial(refused_by, RequestError)

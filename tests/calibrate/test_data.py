@@ -20,6 +20,7 @@ from calibrate.sources import (
 )
 from calibrate.spec import DatasetSpec, SplitSpec
 from formats.errors import RecipeError
+from tests.refusals import refused_recipe
 
 SMALL = SplitSpec(samples=3, sequence_length=16)
 ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -141,8 +142,7 @@ def test_chats_are_rendered_by_the_template(tokenizer, tmp_path, monkeypatch):
     asked = [{"role": "user", "content": f"hello {i}"} for i in range(40)]
     write_rows(tmp_path / "c.jsonl", [{"messages": [own, answer]} for own in asked])
     spec = small(name="c.jsonl", messages_column="messages")
-    with pytest.raises(RecipeError, match="no chat template"):
-        load_tokens(spec, tokenizer, "calibration", tmp_path)
+    refused_recipe("no chat template", load_tokens, spec, tokenizer, "calibration", tmp_path)
     monkeypatch.setattr(tokenizer, "chat_template", ROLES)
     tokens = load_tokens(spec, tokenizer, "calibration", tmp_path)
     assert "[user]hello" in tokenizer.decode(tokens.ids.flatten())
@@ -220,8 +220,7 @@ def test_an_object_on_several_lines_is_a_row(tmp_path):
     (tmp_path / "d.json").write_text(json.dumps({"text": "a"}, indent=1))
     assert local_documents(tmp_path / "d.json", "text", plain_text) == ["a"]
     (tmp_path / "d.json").write_text(json.dumps({"rows": [{"text": "a"}]}, indent=1))
-    with pytest.raises(RecipeError, match=r"Found: rows \(list\)"):
-        guess_columns(tmp_path / "d.json")
+    refused_recipe(r"Found: rows \(list\)", guess_columns, tmp_path / "d.json")
 
 
 def test_what_a_folder_is_read_for(tmp_path):
@@ -376,8 +375,7 @@ def test_fewer_samples_do_where_that_is_said(tokenizer, tmp_path):
     assert len(tokens.ids) == 1
     assert tokens.tokens >= some.tokens
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": ""}))
-    with pytest.raises(RecipeError, match="hold no text"):
-        load_tokens(one, tokenizer, "calibration", tmp_path)
+    refused_recipe("hold no text", load_tokens, one, tokenizer, "calibration", tmp_path)
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": "hello"}))
     with pytest.raises(RecipeError, match=r"a single one is divided at .* or give more text"):
         load_tokens(one, tokenizer, "evaluation", tmp_path)

@@ -8,8 +8,8 @@ import torch
 from calibrate.observers import choose_absmax, clip_fraction
 from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import Accumulator, TensorStatistics
-from formats.errors import RecipeError
 from kernels.numerics import fake_quantize
+from tests.refusals import refused, refused_recipe
 
 
 def heavy_tailed(tokens=4000, channels=48, seed=0) -> torch.Tensor:
@@ -88,13 +88,11 @@ def test_divided_keeps_only_what_follows():
     assert got.tokens == len(x)
     assert not got.counted
     for method in ("percentile", "averaged_absmax"):
-        with pytest.raises(ValueError, match="needs"):
-            choose_absmax(got, ObserverSpec(method=method))
+        refused("needs", choose_absmax, got, ObserverSpec(method=method))
 
 
 def test_statistics_of_other_shapes_do_not_merge():
-    with pytest.raises(ValueError, match="shapes"):
-        observed(torch.ones(1, 3)).merge(observed(torch.ones(1, 1)))
+    refused("shapes", observed(torch.ones(1, 3)).merge, observed(torch.ones(1, 1)))
 
 
 def test_maxima_alone():
@@ -178,5 +176,4 @@ def test_the_largest_value_clips_nothing_and_zeros_lose_nothing():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused_by_the_modules_name(value):
-    with pytest.raises(RecipeError, match="layer.7"):
-        observed(torch.tensor([[1.0, value]]), "layer.7")
+    refused_recipe("layer.7", observed, torch.tensor([[1.0, value]]), "layer.7")

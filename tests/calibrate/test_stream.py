@@ -19,6 +19,7 @@ from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
 from tests.conftest import write_model
+from tests.refusals import refused_checkpoint, refused_recipe
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
 WINDOWED = {  # the second block of two, where layers may differ
@@ -245,8 +246,7 @@ def test_nan_weights_are_refused_by_the_modules_name(tmp_path):
 
 def test_nan_that_no_linear_layer_sees_is_refused_by_the_blocks_name(make_model):
     stream = overflowing(make_model("llama"), "down_proj")
-    with pytest.raises(RecipeError, match=r"model\.layers\.1: .*NaN"):
-        stream.advance(stream.load(1))
+    refused_recipe(r"model\.layers\.1: .*NaN", stream.advance, stream.load(1))
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
@@ -272,13 +272,11 @@ def test_a_weight_that_is_not_finite_is_named(name, value, make_model):
         for index in range(2):
             stream.advance(stream.load(index))
 
-    with pytest.raises(CheckpointError, match=f"^{name} holds NaN or infinity, in 1 of"):
-        run()
+    refused_checkpoint(f"^{name} holds NaN or infinity, in 1 of", run)
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
 def test_weights_of_another_shape_are_refused_by_name(make_model, name):
     stream = changed_stream(make_model("llama"), name, lambda tensor: tensor[:-1])
     step = stream.load if "layers" in name else lambda _: stream.start(samples(1))
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.") + ".*config"):
-        step(0)
+    refused_checkpoint(name.replace(".", r"\.") + ".*config", step, 0)

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -43,6 +44,8 @@ from ptq.recipe.schema import (
 from ptq.result import QuantizationResult
 
 SomeMethod = TypeVar("SomeMethod", bound=Method)
+ACCURACY = {"speed": False, "attribution": False, "completions": 0}  # of a report, alone
+SPLITS = ("calibration", "evaluation")
 SMOOTH = (SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=3), RTNSpec())
 DATA = DatasetSpec(
     calibration=SplitSpec(samples=8, sequence_length=64),
@@ -77,6 +80,30 @@ def make_plan(
         report=ReportSpec(speed=None),
     )
     return build_plan(recipe, Checkpoint.open(model), force=True)
+
+
+def write_recipe(
+    folder: Path, model: Path, samples: int = 2, length: int = 32, **keys: object
+) -> Path:
+    """`r.yaml` of a model, and the text that it calibrates and measures on.
+
+    Args:
+        samples: Sequences of each split, of so many tokens.
+        keys: Of the recipe, which rounds to `w8`, writes to `out` and measures no speed.
+    """
+    amounts = {s: {"samples": samples, "sequence_length": length} for s in SPLITS}
+    recipe = {
+        "model": {"path": str(model)},
+        "dataset": {"name": "text.py", **amounts},
+        "scheme": "w8",
+        "methods": ["rtn"],
+        "output": {"path": "out"},
+        "report": {"speed": False},
+    }
+    (folder / "r.yaml").write_text(yaml.safe_dump(recipe | keys))
+    text = "".join(f"def f{i}(x, y):\n    return x * {i} + y\n\n" for i in range(200))
+    (folder / "text.py").write_text(text)
+    return folder / "r.yaml"
 
 
 def write_header(folder: Path) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 import ptq
-from formats.errors import RecipeError
 from ptq.recipe.reading import load_recipe
 from tests.e2e.test_packaging import write_stand_in
 from tests.families import but_in_ci
+from tests.ptq.quantizing import write_recipe
+from tests.refusals import refused_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = (
@@ -21,16 +22,6 @@ FIRST = (
     "from calibrate.data import load_tokens",
     "import transformers, torch, ptq",
 )
-RECIPE = """\
-model: {{path: {model}}}
-dataset:
-  name: text.py
-  calibration: {{samples: 2, sequence_length: 32}}
-  evaluation: {{samples: 2, sequence_length: 32}}
-scheme: w8
-methods: [rtn]
-output: {{path: out}}
-"""
 
 
 def fresh(code: str, *path: Path) -> str:
@@ -97,8 +88,7 @@ except EngineError as error:
 
 
 def test_a_recipe_is_quantized_from_python(tmp_path, tiny_llama):
-    (tmp_path / "r.yaml").write_text(RECIPE.format(model=tiny_llama))
-    (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x\n" for i in range(50)))
+    write_recipe(tmp_path, tiny_llama)
     made = ptq.quantize(
         str(tmp_path / "r.yaml"), overrides=["scheme=w4"], output=tmp_path / "file", progress=False
     )
@@ -111,14 +101,13 @@ def test_a_recipe_is_quantized_from_python(tmp_path, tiny_llama):
     engine = ptq.Engine.from_pretrained(made.checkpoint)
     (answer,) = engine.generate(["def f"], ptq.SamplingParams(max_tokens=3))
     assert len(answer.token_ids) <= 3
-    with pytest.raises(RecipeError, match="exists already"):
-        ptq.quantize(recipe, output=tmp_path / "object")
-    with pytest.raises(RecipeError, match="a recipe that is no file"):
-        ptq.quantize(recipe, overrides=["scheme=w4"])
+    refused_recipe("exists already", ptq.quantize, recipe, output=tmp_path / "object")
+    refused_recipe("a recipe that is no file", ptq.quantize, recipe, overrides=["scheme=w4"])
 
 
 def test_what_was_given_is_named_as_it_was_given(tmp_path):
-    with pytest.raises(RecipeError, match=r"^model \S+/nope: model.path: no such folder"):
-        ptq.quantize("c8", model=tmp_path / "nope", output=tmp_path / "out")
-    with pytest.raises(RecipeError, match=r"^data \S+/no.txt: dataset.name: no such file"):
-        ptq.quantize("c8", model="tiny-python", data=tmp_path / "no.txt", output=tmp_path / "out")
+    output = tmp_path / "out"
+    for name, key, kind in (("model", "model.path", "folder"), ("data", "dataset.name", "file")):
+        gone = {"model": "tiny-python", name: tmp_path / "no.txt"}
+        message = rf"^{name} \S+/no.txt: {key}: no such {kind}"
+        refused_recipe(message, ptq.quantize, "c8", output=output, **gone)

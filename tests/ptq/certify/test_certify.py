@@ -25,6 +25,8 @@ from ptq.commands import inspect, run
 from ptq.output import CERTIFICATE_PAGE
 from tests.conftest import write_quantized
 from tests.ptq.certify.planting import coarse_layer
+from tests.ptq.quantizing import write_recipe
+from tests.refusals import refused_checkpoint, refused_request
 
 MODEL = Path(__file__).parents[3] / "recipes" / "tiny-python"
 SMALL = Level(6, 96, 1, 640, 8, 4, 12, 6, 1, 6, 512)
@@ -174,15 +176,10 @@ def test_a_second_certificate_takes_the_place_of_the_first(copied, tmp_path, unp
 
 @pytest.mark.usefixtures("unpictured")
 def test_a_recipe_asks_for_one_and_its_verdict_is_the_runs(tmp_path, tiny_llama, capsys):
-    (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x\n" for i in range(99)))
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"model: {{path: {tiny_llama}}}\ndataset:\n  name: text.py\n"
-        "  calibration: {samples: 2, sequence_length: 32}\n"
-        "  evaluation: {samples: 2, sequence_length: 32}\n"
-        f"scheme: w8\nmethods: [rtn]\noutput: {{path: {tmp_path / 'out'}}}\n"
-        "report: {speed: false, attribution: false, certificate: quick, thresholds: {kl: 9.0}}\n"
-    )
+    report = {"speed": False, "attribution": False, "certificate": "quick"}
+    report["thresholds"] = {"kl": 9.0}
+    output = {"path": str(tmp_path / "out")}
+    recipe = write_recipe(tmp_path, tiny_llama, output=output, report=report)
     code = run.main([str(recipe), "--quiet"])
     found = read_certificate(tmp_path / "out" / "checkpoint")
     assert found is not None
@@ -192,8 +189,7 @@ def test_a_recipe_asks_for_one_and_its_verdict_is_the_runs(tmp_path, tiny_llama,
 
 
 def test_what_is_missing_is_said(checkpoint, tiny_llama, tmp_path):
-    with pytest.raises(RequestError, match="give the original model"):
-        command.main([str(checkpoint)])
+    refused_request("give the original model", command.main, [str(checkpoint)])
     with pytest.raises(CheckpointError, match="found no certificate.json; make it with"):
         command.main([str(checkpoint), "--verify"])
     with pytest.raises(RequestError, match="vocabulary of 384 tokens"):
@@ -219,8 +215,7 @@ def test_the_limit_is_that_of_the_runs_report(tmp_path):
     report.write_text(json.dumps({"known": known | {"device": "NVIDIA H100"}}))
     assert kl_limit(folder, 0.002) == kl_limit(folder)
     report.write_text("no report")
-    with pytest.raises(CheckpointError, match="it is no report"):
-        kl_limit(folder)
+    refused_checkpoint("it is no report", kl_limit, folder)
 
 
 def test_cases_are_the_seeds_and_fit_their_length(own):

@@ -21,9 +21,7 @@ from ptq.plan.plan import plan_recipe
 from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
 from tests.adapters import write_adapter
 from tests.conftest import write_quantized
-from tests.ptq.quantizing import make_plan, random_tokens
-
-IDS = torch.arange(1, 60) * 7 % 384
+from tests.ptq.quantizing import IDS, make_plan, random_tokens
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError, RequestError
+from formats.errors import CheckpointError
 from ptq.commands import compare, diff, explain
 from ptq.commands.diff import diff_checkpoints
+from tests.refusals import refused_request
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
@@ -40,8 +41,7 @@ def test_explain_tells_what_stays(capsys):
     assert "refine: roundings and scales moved by 100 steps of its block" in text
     assert "stored as int4 weights group of 128" in text
     assert "cache" not in text
-    with pytest.raises(RequestError, match="matches none"):
-        explain.main([*arguments, "--module", "nowhere"])
+    refused_request("matches none", explain.main, [*arguments, "--module", "nowhere"])
 
 
 def test_diff_of_recipes(capsys):
@@ -52,8 +52,7 @@ def test_diff_of_recipes(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "scheme.activations.granularity: absent -> 'per_token'" in lines
     assert not any("weights" in line for line in lines)
-    with pytest.raises(RequestError, match=r"recipes is a folder and .*\.yaml is not"):
-        diff.main([a, str(RECIPES)])
+    refused_request(r"recipes is a folder and .*\.yaml is not", diff.main, [a, str(RECIPES)])
 
 
 def test_diff_of_checkpoints(tiny_llama, make_quantized, tmp_path, capsys):
@@ -92,5 +91,4 @@ def test_compare_refuses_what_is_no_report(tmp_path):
         compare.main([str(tmp_path)])
     (tmp_path / "x" / "report").mkdir(parents=True)
     (tmp_path / "x" / "report" / "report.json").write_text(json.dumps({"title": "x"}))
-    with pytest.raises(RequestError, match="not a readable report"):
-        compare.main([str(tmp_path / "x")])
+    refused_request("not a readable report", compare.main, [str(tmp_path / "x")])

@@ -4,19 +4,17 @@ import pytest
 
 import ptq
 from formats.command import run_command
-from formats.errors import CheckpointError
 from formats.lock import output_locked
 from ptq.commands import convert, peers, report, run, solve
-from tests.ptq.quantizing import make_plan
-
-RECIPE = "model: {{path: {model}}}\nscheme: w8\nmethods: [rtn]\noutput: {{path: out}}\n"
+from tests.ptq.quantizing import make_plan, write_recipe
+from tests.refusals import refused_checkpoint
 
 
 @pytest.fixture
 def busy(tmp_path, monkeypatch, tiny_llama):
     """A current folder with a recipe whose output another run works in."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.yaml").write_text(RECIPE.format(model=tiny_llama))
+    write_recipe(tmp_path, tiny_llama, dataset={})
     resume = tmp_path / "out" / ".resume"
     resume.mkdir(parents=True)
     (resume / "progress.json").write_text("of the run at work")
@@ -59,8 +57,6 @@ def test_solving_is_refused_in_it_and_from_it(busy, tiny_llama, capsys):
 
 
 def test_the_python_door_is_shut_too(busy, tiny_llama):
-    with pytest.raises(CheckpointError, match="another process works there"):
-        ptq.quantize("r.yaml", force=True)
+    refused_checkpoint("another process works there", ptq.quantize, "r.yaml", force=True)
     recipe = make_plan(tiny_llama, busy / "out").recipe
-    with pytest.raises(CheckpointError, match="another process works there"):
-        ptq.quantize(recipe)
+    refused_checkpoint("another process works there", ptq.quantize, recipe)

@@ -14,18 +14,7 @@ from ptq.commands.shared import next_commands
 from ptq.plan.describe import _ranges
 from ptq.recipe.reading import load_recipe
 from ptq.text import typed_path
-
-RECIPE = """\
-model: {{path: {model}}}
-dataset:
-  name: text.py
-  calibration: {{samples: 2, sequence_length: 32}}
-  evaluation: {{samples: 2, sequence_length: 32}}
-scheme: a8w8c8
-methods: [rtn]
-output: {{path: out dir}}
-report: {{speed: false}}
-"""
+from tests.ptq.quantizing import write_recipe
 
 
 @dataclass
@@ -54,8 +43,7 @@ class Report:
 def here(tmp_path, monkeypatch, tiny_llama) -> Path:
     """A current directory with a recipe of the tiny model."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.yaml").write_text(RECIPE.format(model=tiny_llama))
-    (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x\n" for i in range(50)))
+    write_recipe(tmp_path, tiny_llama, scheme="a8w8c8", output={"path": "out dir"})
     return tmp_path
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from calibrate.spec import ObserverSpec
 from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError, RecipeError
+from formats.errors import RecipeError
 from ptq.commands.solve import main
 from ptq.methods.awq import AWQSpec
 from ptq.methods.clip import ClipSpec
@@ -31,6 +31,7 @@ from ptq.plan.plan import build_plan
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import ModelSpec, ObserversSpec, OutputSpec, StatisticsSpec
 from tests.ptq.quantizing import add_outliers, edit_model, make_plan, observed_work, random_tokens
+from tests.refusals import refused_checkpoint, refused_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -160,8 +161,7 @@ def test_factors_hold_for_another_scheme_and_ranges_do_not(tiny_llama, tmp_path)
     ):
         methods = (*changed, RTNSpec())
         plan = make_plan(tiny_llama, tmp_path / "refused", scheme, methods=methods)
-        with pytest.raises(RecipeError, match=message):
-            solve(plan, artifact, progress=False)
+        refused_recipe(message, solve, plan, artifact, progress=False)
 
 
 def test_a_float_block_gets_the_factors_of_a_finished_run(tiny_llama, tmp_path):
@@ -227,16 +227,14 @@ def test_what_needs_samples_is_refused_all_at_once(seen, tiny_llama, tmp_path):
         solve(plan, replace(seen, record=record), progress=False)
     assert not (tmp_path / "a").exists()
     plan = make_plan(tiny_llama, tmp_path / "a", "w4", methods=(AWQSpec(), RTNSpec()))
-    with pytest.raises(RecipeError, match="awq runs samples"):
-        solve(plan, seen, progress=False)
+    refused_recipe("awq runs samples", solve, plan, seen, progress=False)
     plan = make_plan(
         tiny_llama,
         tmp_path / "a",
         methods=(SmoothQuantSpec(alpha=0.5), RTNSpec()),
         observers=ObserversSpec(input=PERCENTILE),
     )
-    with pytest.raises(RecipeError, match="only maxima are known"):
-        solve(plan, seen, progress=False)
+    refused_recipe("only maxima are known", solve, plan, seen, progress=False)
 
 
 def test_what_a_run_did_not_keep_is_refused_with_the_setting(tiny_llama, tmp_path):
@@ -268,8 +266,7 @@ def test_another_model_and_damage_are_refused(seen, tiny_llama, tmp_path):
     path = next((folder / HESSIANS_FOLDER).iterdir())
     path.write_bytes(path.read_bytes()[:100])
     plan = make_plan(tiny_llama, tmp_path / "out", "w4", methods=(GPTQSpec(),))
-    with pytest.raises(CheckpointError, match=path.name):
-        solve(plan, Artifact.load(folder), progress=False)
+    refused_checkpoint(path.name, solve, plan, Artifact.load(folder), progress=False)
     assert not (tmp_path / "out" / "checkpoint").exists()
 
 
@@ -307,5 +304,4 @@ def test_a_shipped_recipe_is_taken_for_the_model_and_data_of_the_run(seen, tmp_p
         main([*arguments, "w8_rtn", "--set", "dataset.calibration.samples=9"])
     own = tmp_path / "own.yaml"  # a recipe of one's own means the data that it names
     own.write_text("base: w8_rtn\n")
-    with pytest.raises(RecipeError, match="calibration differ"):
-        main([*arguments, str(own)])
+    refused_recipe("calibration differ", main, [*arguments, str(own)])

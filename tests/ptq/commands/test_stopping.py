@@ -19,20 +19,11 @@ from ptq.output import RESUME_FOLDER
 from ptq.pipeline import resume
 from ptq.pipeline.key import differences
 from tests.interrupts import take_interrupts
+from tests.ptq.quantizing import write_recipe
 
 pytestmark = pytest.mark.usefixtures("unpictured")
 ROOT = Path(__file__).resolve().parents[3]
-RECIPE = """\
-model: {{path: {model}}}
-dataset:
-  name: text.py
-  calibration: {{samples: 2, sequence_length: 32}}
-  evaluation: {{samples: 2, sequence_length: 32}}
-scheme: a8w8
-methods: [{{smoothquant: {{alpha: 0.5, search_samples: 1}}}}, rtn]
-output: {{path: out}}
-report: {{speed: false}}
-"""
+METHODS = [{"smoothquant": {"alpha": 0.5, "search_samples": 1}}, "rtn"]
 SLOW = """
 import sys, time
 from ptq.pipeline import resume, solver
@@ -56,8 +47,7 @@ def here(tmp_path, monkeypatch, make_model) -> Path:
     """A current folder with a recipe of a model of four blocks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(resume, "SHARE", 1e9)
-    (tmp_path / "r.yaml").write_text(RECIPE.format(model=make_model("llama", layers=4)))
-    (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x\n" for i in range(50)))
+    write_recipe(tmp_path, make_model("llama", layers=4), scheme="a8w8", methods=METHODS)
     return tmp_path
 
 

@@ -10,12 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from formats.checkpoint.read import Checkpoint
 from formats.foreign.gptq import pack_gptq
 from formats.pack import pack_words, unpack_words
 from formats.scheme import WeightSpec
 from formats.stored.weights import StoredWeight
-from kernels.numerics import dequantize
 from ptq.methods.common.rounding import round_weight
 
 NF4 = [-1.0, -0.69, -0.52, -0.39, -0.28, -0.18, -0.09, 0.0]
@@ -48,13 +46,6 @@ INC_CONFIG = {
     "damp_percent": 0,
     "model_file_base_name": "model",
 }
-
-
-def values(checkpoint: Checkpoint, module: str) -> Tensor:
-    """What a layer's stored integers stand for."""
-    weight, spec = checkpoint.weight(module), checkpoint.scheme.weights
-    assert spec is not None
-    return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
 
 
 def make_folder(

@@ -16,9 +16,10 @@ from formats.stored.weights import StoredWeight
 from ptq.commands import convert as command
 from ptq.convert.convert import convert, describe
 from tests.conftest import write_quantized
+from tests.fake_quantized import dequantized
 from tests.ptq.convert.conftest import SCHEMES
-from tests.ptq.convert.foreign_folders import values
 from tests.ptq.quantizing import edit_model
+from tests.refusals import refused_checkpoint
 
 CASES = [
     *((preset, target) for preset in ("w4", *SCHEMES) for target in ("gptq", "gptq_v2")),
@@ -55,7 +56,7 @@ def test_there_and_back(name, target, quantized, converted, tmp_path):
     assert back.config == source.config
     for module in source.quantized_modules:
         require_weights(back.weight(module), source.weight(module))
-        new, old = values(back, module), values(source, module)
+        new, old = dequantized(back, module), dequantized(source, module)
         torch.testing.assert_close(new, old, rtol=2**-10, atol=0)
     for tensor in ("model.embed_tokens.weight", "model.norm.weight"):
         assert torch.equal(back.tensor(tensor), source.tensor(tensor))
@@ -95,7 +96,7 @@ def test_gptq_tensors_dequantize_to_the_source(quantized, converted):
             leaf: tensors[f"{module}.{leaf}"] for leaf in ("qweight", "qzeros", "scales", "g_idx")
         }
         found = dequantize_gptq(layer, 4, 1)
-        torch.testing.assert_close(found, values(source, module), rtol=2**-10, atol=0)
+        torch.testing.assert_close(found, dequantized(source, module), rtol=2**-10, atol=0)
 
 
 @pytest.fixture(scope="module")
@@ -214,20 +215,17 @@ def test_paddle_tables_are_written(tiny_llama, make_quantized, tmp_path, capsys)
 )
 def test_what_a_target_cannot_express_is_refused(preset, target, message, quantized, tmp_path):
     source = quantized(preset)
-    with pytest.raises(CheckpointError, match=message):
-        convert(source, tmp_path / "out", target)
+    refused_checkpoint(message, convert, source, tmp_path / "out", target)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_float_models_and_other_sources_are_refused(tiny_llama, converted, tmp_path):
-    with pytest.raises(CheckpointError, match="found no quantized weights"):
-        convert(tiny_llama, tmp_path / "out", "gptq")
+    refused_checkpoint("found no quantized weights", convert, tiny_llama, tmp_path / "out", "gptq")
     with pytest.raises(CheckpointError, match="has no quantized weights and is not converted"):
         convert(tiny_llama, tmp_path / "out", "compressed_tensors")
     with pytest.raises(CheckpointError, match="has the layout gptq and is not converted to awq"):
         convert(converted("w4", "gptq"), tmp_path / "out", "awq")
-    with pytest.raises(CheckpointError, match="no such folder"):
-        convert(tmp_path / "nothing", tmp_path / "out", "gptq")
+    refused_checkpoint("no such folder", convert, tmp_path / "nothing", tmp_path / "out", "gptq")
     shutil.copytree(converted("w4", "gptq"), tmp_path / "hqq")
     config = config_of(tmp_path / "hqq")
     config["quantization_config"]["quant_method"] = "hqq"
@@ -242,8 +240,7 @@ def test_existing_folders_need_force_and_the_source_is_safe(quantized, tmp_path)
     out.mkdir()
     (out / "mine.txt").write_text("kept")
     arguments = [str(source), str(out), "--to", "gptq"]
-    with pytest.raises(CheckpointError, match="exists already"):
-        command.main(arguments)
+    refused_checkpoint("exists already", command.main, arguments)
     assert (out / "mine.txt").exists()
     assert command.main([*arguments, "--force"]) == 0
     assert not (out / "mine.txt").exists()
@@ -269,8 +266,7 @@ Q = "model.layers.0.self_attn.q_proj"
 )
 def test_damaged_and_act_order_folders_are_refused(change, message, converted, tmp_path):
     source = edit_model(converted("w4_g32", "gptq"), tmp_path / "damaged", change)
-    with pytest.raises(CheckpointError, match=message):
-        convert(source, tmp_path / "out", "compressed_tensors")
+    refused_checkpoint(message, convert, source, tmp_path / "out", "compressed_tensors")
     assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
 
 
@@ -309,7 +305,7 @@ def test_an_all_zero_channel_survives(make_model, tiny_llama, tmp_path):
     source = write_quantized(model, tmp_path / "source", "w4")
     assert convert(source, tmp_path / "out", "gptq").scale_rounding < 2**-10
     convert(tmp_path / "out", tmp_path / "back", "compressed_tensors")
-    assert (values(Checkpoint.open(tmp_path / "back"), Q)[3] == 0).all()
+    assert (dequantized(Checkpoint.open(tmp_path / "back"), Q)[3] == 0).all()
 
 
 def test_awq_words_are_read_alike_by_compressed_tensors(converted, tmp_path):
@@ -336,7 +332,7 @@ def test_fp8_blocks_are_read_alike_by_transformers(quantized, converted):
     )
     for module in source.quantized_modules:
         found = model.get_submodule(module).weight
-        wanted = values(source, module)
+        wanted = dequantized(source, module)
         torch.testing.assert_close(found.float(), wanted, rtol=2**-7, atol=0)
 
 

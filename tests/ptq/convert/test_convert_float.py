@@ -11,7 +11,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from ptq.commands import convert as command
 from ptq.convert.convert import convert
-from tests.ptq.convert.foreign_folders import values
+from tests.fake_quantized import dequantized
 
 UP = "model.layers.1.mlp.up_proj"
 
@@ -27,7 +27,7 @@ def test_every_scheme_becomes_a_float_model(preset, tiny_llama, make_quantized, 
     assert found.config == source.config | {"dtype": "float32"}
     assert set(found.names()) == set(Checkpoint.open(tiny_llama).names())
     for module in source.quantized_modules:
-        assert torch.equal(found.tensor(f"{module}.weight"), values(source, module))
+        assert torch.equal(found.tensor(f"{module}.weight"), dequantized(source, module))
     assert torch.equal(found.tensor("model.norm.weight"), source.tensor("model.norm.weight"))
     assert done.scale_rounding == 0.0
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
@@ -42,14 +42,16 @@ def test_foreign_layouts_become_the_same_model(target, tiny_llama, make_quantize
     convert(source.path, tmp_path / "foreign", target)
     convert(tmp_path / "foreign", tmp_path / "out", "float", dtype="float32")
     found = Checkpoint.open(tmp_path / "out").tensor(f"{UP}.weight")
-    torch.testing.assert_close(found, values(source, UP), rtol=2**-10, atol=0)
+    torch.testing.assert_close(found, dequantized(source, UP), rtol=2**-10, atol=0)
 
 
 def test_fp8_blocks_become_the_same_model(tiny_llama, make_quantized, tmp_path):
     source = Checkpoint.open(make_quantized(tiny_llama, "fp8_block"))
     convert(source.path, tmp_path / "foreign", "fp8_block")
     convert(tmp_path / "foreign", tmp_path / "out", "float", dtype="float32")
-    assert torch.equal(Checkpoint.open(tmp_path / "out").tensor(f"{UP}.weight"), values(source, UP))
+    assert torch.equal(
+        Checkpoint.open(tmp_path / "out").tensor(f"{UP}.weight"), dequantized(source, UP)
+    )
 
 
 def test_act_order_has_values(tiny_llama, make_quantized, tmp_path):
@@ -66,14 +68,14 @@ def test_act_order_has_values(tiny_llama, make_quantized, tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     convert(folder, tmp_path / "out", "float", dtype="float32")
     found = Checkpoint.open(tmp_path / "out").tensor(f"{UP}.weight")
-    once = values(Checkpoint.open(make_quantized(tiny_llama, "w4")), UP)
+    once = dequantized(Checkpoint.open(make_quantized(tiny_llama, "w4")), UP)
     wanted = once * torch.where(order < 64, 1.0, 2.0)
     torch.testing.assert_close(found, wanted, rtol=2**-10, atol=0)
 
 
 def test_the_type_is_the_models_or_the_one_asked_for(tiny_llama, make_quantized, tmp_path, capsys):
     source = make_quantized(tiny_llama, "w4")
-    exact = values(Checkpoint.open(source), UP)
+    exact = dequantized(Checkpoint.open(source), UP)
     assert command.main([str(source), str(tmp_path / "bf16"), "--to", "float"]) == 0
     out = capsys.readouterr().out
     assert "a float model of 14 layers, weights rounded, by at most 0.00" in out
@@ -98,7 +100,9 @@ def test_transformers_opens_it(tiny_llama, make_quantized, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
     for module in source.quantized_modules:
-        assert torch.equal(model.get_submodule(module).weight, values(source, module).bfloat16())
+        assert torch.equal(
+            model.get_submodule(module).weight, dequantized(source, module).bfloat16()
+        )
     assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
 
 

@@ -17,6 +17,7 @@ from formats.scheme import PRESETS
 from inference.engine import Engine
 from ptq.cli import main
 from ptq.convert.convert import convert
+from tests.fake_quantized import dequantized
 from tests.families import distance
 from tests.kernels.triton_lab import interpreted
 from tests.ptq.convert.foreign_folders import (
@@ -32,9 +33,9 @@ from tests.ptq.convert.foreign_folders import (
     make_folder,
     nf4_layer,
     turn_inputs,
-    values,
 )
 from tests.ptq.quantizing import edit_model
+from tests.refusals import refused_checkpoint
 
 IDS = list(range(3, 40))
 Q = "model.layers.0.self_attn.q_proj"
@@ -105,7 +106,7 @@ def test_scales_of_both_signs(config, tiny_llama, tmp_path):
     assert checkpoint.scheme.wac == "w4_g32_asymmetric"
     assert len(checkpoint.quantized_modules) == 14
     for module in checkpoint.quantized_modules:
-        assert torch.equal(values(checkpoint, module), by_hand(tensors, module))
+        assert torch.equal(dequantized(checkpoint, module), by_hand(tensors, module))
     done = convert(source, tmp_path / "back", "compressed_tensors")
     assert "Scales of both signs" in done.notes[-1]
     assert torch.equal(logits(source), logits(tmp_path / "back"))
@@ -129,8 +130,7 @@ def test_act_order_runs(name, converted, tmp_path):
 
 def test_act_order_that_differs_among_layers_of_one_input_is_refused(converted, tmp_path):
     source = turn_inputs(converted("w4_g32", "gptq"), tmp_path / "source", alike=False)
-    with pytest.raises(CheckpointError, match=f"ptq convert {source} FLOAT --to float"):
-        Engine.from_pretrained(source)
+    refused_checkpoint(f"ptq convert {source} FLOAT --to float", Engine.from_pretrained, source)
 
 
 def test_act_order_runs_on_the_gpus_kernels(converted, tmp_path):
@@ -160,7 +160,7 @@ def test_layers_that_a_family_stores_as_one_are_taken_apart(make_model, tmp_path
     source = make_folder(phi3, tmp_path / "source", auto_round_layer, GPTQ_CONFIG)
     checkpoint = Checkpoint.open(source)
     tensors, attention = load_file(source / "model.safetensors"), Q.rpartition(".")[0]
-    parts = [values(checkpoint, f"{attention}.{part}_proj") for part in "qkv"]
+    parts = [dequantized(checkpoint, f"{attention}.{part}_proj") for part in "qkv"]
     assert [len(part) for part in parts] == [128, 64, 64]
     assert torch.equal(torch.cat(parts), by_hand(tensors, f"{attention}.qkv_proj"))
     assert torch.isfinite(logits(source)).all()
@@ -197,8 +197,7 @@ def test_bits_and_groups_that_do_not_run_become_a_float_model(
     config = GPTQ_CONFIG | {"bits": bits, "group_size": group_size, "sym": False}
     layer = few_bits_layer(bits, group_size)
     source = make_folder(tiny_llama, tmp_path / "source", layer, config)
-    with pytest.raises(CheckpointError, match=f"allowed: .*convert {source} FLOAT --to float"):
-        Checkpoint.open(source)
+    refused_checkpoint(f"allowed: .*convert {source} FLOAT --to float", Checkpoint.open, source)
     convert(source, tmp_path / "float", "float", dtype="float32")
     found, old = Checkpoint.open(tmp_path / "float"), Checkpoint.open(tiny_llama)
     weight = old.tensor(f"{Q}.weight").float()
@@ -246,5 +245,4 @@ def test_other_settings_of_auto_round_are_refused(change, message, tiny_llama, t
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     weights = (tiny_llama / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights)
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(tmp_path)
+    refused_checkpoint(message, Checkpoint.open, tmp_path)

@@ -26,6 +26,7 @@ from tests.ptq.convert.foreign_folders import (
     few_bits_layer,
     make_folder,
 )
+from tests.refusals import refused_checkpoint
 
 IDS = list(range(3, 40))
 DOWN = "model.layers.1.mlp.down_proj"
@@ -103,8 +104,7 @@ def test_wrong_settings_in_a_file_of_their_own_are_named_with_it(tiny_llama, tmp
     with pytest.raises(CheckpointError, match="^quantize_config.json: found bits 5; allowed: 4, 8"):
         Checkpoint.open(folder)
     (folder / "quantize_config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="quantize_config.json"):
-        convert(folder, tmp_path / "float", "float")
+    refused_checkpoint("quantize_config.json", convert, folder, tmp_path / "float", "float")
 
 
 def test_a_float_model_is_one_whatever_settings_lie_beside_it(tiny_llama, tmp_path):
@@ -116,8 +116,7 @@ def test_a_float_model_is_one_whatever_settings_lie_beside_it(tiny_llama, tmp_pa
 def test_integers_without_any_settings_are_told_as_such(tiny_llama, tmp_path):
     folder = make_folder(tiny_llama, tmp_path / "alone", W4, None)
     for run in (Checkpoint.open, lambda path: convert(path, tmp_path / "float", "float")):
-        with pytest.raises(CheckpointError, match=r"qweight.*quantization_config.*quantize_config"):
-            run(folder)
+        refused_checkpoint(r"qweight.*quantization_config.*quantize_config", run, folder)
 
 
 DOWN8 = {"down_proj": few_bits_layer(8, 64)}
@@ -184,8 +183,7 @@ def test_what_no_kernel_takes_becomes_a_float_model(
 ):
     own: dict[str, Callable] = {"down_proj": few_bits_layer(*others)} if others else {}
     folder = make_folder(tiny_llama, tmp_path / "source", layer, config, own)
-    with pytest.raises(CheckpointError, match=f"{words}.*convert .* FLOAT --to float"):
-        Checkpoint.open(folder)
+    refused_checkpoint(f"{words}.*convert .* FLOAT --to float", Checkpoint.open, folder)
     convert(folder, tmp_path / "float", "float", dtype="float32")
     found, old = Checkpoint.open(tmp_path / "float"), Checkpoint.open(tiny_llama)
     for module in (DOWN, "model.layers.0.self_attn.v_proj"):
@@ -197,8 +195,7 @@ def test_what_no_kernel_takes_becomes_a_float_model(
 @pytest.mark.parametrize("dynamic", [{"+:(": {}}, {"+:.*": 8}, {"+:.*": {"bits": 5}}])
 def test_odd_rules_are_named(dynamic, tiny_llama, tmp_path):
     folder = make_folder(tiny_llama, tmp_path / "source", W4, GPTQ | {"dynamic": dynamic})
-    with pytest.raises(CheckpointError, match="quantization_config: .*dynamic"):
-        Checkpoint.open(folder)
+    refused_checkpoint("quantization_config: .*dynamic", Checkpoint.open, folder)
 
 
 def test_modelopts_fp4_becomes_a_float_model(tiny_llama, tmp_path):

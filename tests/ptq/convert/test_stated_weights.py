@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError
 from formats.pack import pack_words
 from formats.scheme import PRESETS
 from formats.stored.weights import weight_tensors
@@ -20,6 +19,7 @@ from ptq.methods.common.rounding import round_weight
 from tests.families import distance
 from tests.formats.published.test_with_images import write_both
 from tests.ptq.convert.foreign_folders import make_folder
+from tests.refusals import refused_checkpoint
 from tests.tiny_families import TINY
 
 IDS = list(range(3, 40))
@@ -85,8 +85,7 @@ class Layers:
 
 def becomes(folder: Path, out: Path, values: list[Tensor], words: str) -> None:
     """The folder is refused by name, and its float model has exactly some values."""
-    with pytest.raises(CheckpointError, match=f"{words}.*convert CHECKPOINT FLOAT --to float"):
-        Checkpoint.open(folder)
+    refused_checkpoint(f"{words}.*convert CHECKPOINT FLOAT --to float", Checkpoint.open, folder)
     convert(folder, out, "float", dtype="float32")
     made = Checkpoint.open(out)
     names = [n for n in load_file(folder / "model.safetensors") if n.endswith("_proj.weight_scale")]
@@ -146,8 +145,7 @@ def test_fp4_with_inputs_in_fp4(tiny_llama, tmp_path):
         lambda w: {k: v for k, v in fp4_layer(w).items() if k != "input_global_scale"},
         settings(FP4, "nvfp4-pack-quantized"),
     )
-    with pytest.raises(CheckpointError, match="group_0.input_activations.*--to float"):
-        Checkpoint.open(folder)
+    refused_checkpoint("group_0.input_activations.*--to float", Checkpoint.open, folder)
     for source in (folder, alone):
         convert(source, tmp_path / f"{source.name}_float", "float", dtype="float32")
     a, b = (load_file(tmp_path / f"{n}_float/model.safetensors") for n in ("source", "alone"))
@@ -175,8 +173,7 @@ def test_what_is_no_plain_arithmetic_is_named(key, value, tiny_llama, tmp_path):
     config = settings(INT | {"group_size": 16}) | {key: value}
     folder = make_folder(tiny_llama, tmp_path / "source", Layers(4, 16), config)
     for run in (Checkpoint.open, lambda path: convert(path, tmp_path / "float", "float")):
-        with pytest.raises(CheckpointError, match=key):
-            run(folder)
+        refused_checkpoint(key, run, folder)
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3"}
@@ -226,8 +223,7 @@ def test_blocks_of_another_size_become_a_float_model(tiny_llama, tmp_path):
     folder = make_folder(
         tiny_llama, tmp_path / "source", lambda w: blocks(w, torch.float32, 64), config
     )
-    with pytest.raises(CheckpointError, match=r"weight_block_size \[64, 64\].*--to float"):
-        Checkpoint.open(folder)
+    refused_checkpoint(r"weight_block_size \[64, 64\].*--to float", Checkpoint.open, folder)
     convert(folder, tmp_path / "float", "float", dtype="float32")
     weight = Checkpoint.open(tiny_llama).tensor(f"{GATE}.weight").float()
     found = Checkpoint.open(tmp_path / "float").tensor(f"{GATE}.weight")

@@ -22,6 +22,7 @@ from ptq.evaluate.figures import Metric, recovery
 from ptq.evaluate.local_tasks import FUNCTIONS, passes
 from ptq.recipe.own_model import shipped_paths
 from tests.adapters import write_adapter
+from tests.refusals import refused_request
 
 MODEL = shipped_paths()["w4_gptq"].parent / "tiny-python"
 
@@ -162,13 +163,11 @@ def test_needles_fill_the_context(lm):
 
 
 def test_what_a_model_wrote_runs_only_where_that_is_allowed(engine):
-    with pytest.raises(RequestError, match="--allow-code"):
-        evaluate(engine, ["python_functions"], progress=False)
+    refused_request("--allow-code", evaluate, engine, ["python_functions"], progress=False)
 
 
 def test_an_unknown_task_is_refused_with_a_near_one(lm):
-    with pytest.raises(RequestError, match="python_cloze"):
-        _task("python_close", lm, TaskManager(include_defaults=False))
+    refused_request("python_cloze", _task, "python_close", lm, TaskManager(include_defaults=False))
 
 
 @pytest.mark.ci  # lm-eval reads thousands of files

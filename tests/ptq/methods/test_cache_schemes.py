@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import EngineError, RecipeError
+from formats.errors import EngineError
 from formats.scheme import PRESETS, KVCacheSpec, Scheme, WeightSpec
 from inference.engine import Engine
 from inference.models.kv_cache import _quantized
@@ -27,6 +27,7 @@ from tests.ptq.quantizing import (
     random_tokens,
     scored,
 )
+from tests.refusals import refused, refused_recipe
 from tests.tiny_families import DEEPSEEK, TINY
 
 GRANULARITIES = ("per_head", "per_tensor", "per_channel", "per_token_head")
@@ -181,8 +182,7 @@ def test_every_block_may_have_a_cache_of_its_own(tiny_llama, tmp_path):
 def test_caches_that_a_model_does_not_have_are_refused(make_model, tmp_path, spec, message):
     family, overrides = DEEPSEEK["v2"]
     model = make_model(family, **overrides)
-    with pytest.raises(RecipeError, match=message):
-        make_plan(model, tmp_path / "out", Scheme(kv_cache=spec), methods=())
+    refused_recipe(message, make_plan, model, tmp_path / "out", Scheme(kv_cache=spec), methods=())
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,7 @@ def test_keys_that_cannot_be_centred_stay_unless_a_recipe_says_so(
     typed = "scheme={kv_cache: {dtype: fp8_e4m3, center_keys: true}}"
     assert said in read_recipe("c8", [typed]).where.origins
     fault = "have 8 bits, and stay" if kind == "v2" else "a.yaml:7: .*center_keys: .*bounds its"
-    with pytest.raises(RecipeError, match=fault):
-        build_plan(recipe, Checkpoint.open(model), where, force=True)
+    refused_recipe(fault, build_plan, recipe, Checkpoint.open(model), where, force=True)
 
 
 @pytest.mark.parametrize(
@@ -222,13 +221,11 @@ def test_keys_that_cannot_be_centred_stay_unless_a_recipe_says_so(
 def test_schemes_that_are_no_cache_are_refused(fields):
     with pytest.raises(ValueError, match="per_token_head|stand beside int8 keys|int4 keys alone"):
         KVCacheSpec(**{"dtype": "int4"} | fields)
-    with pytest.raises(ValueError, match="centred in integers"):
-        KVCacheSpec(center_keys=True)
+    refused("centred in integers", KVCacheSpec, center_keys=True)
 
 
 def test_a_pattern_that_matches_no_block_is_refused(tiny_llama, tmp_path):
     plan = make_plan(tiny_llama, tmp_path / "out", Scheme(kv_cache=KVCacheSpec()), methods=())
     own = CachesSpec(match=("model.layers.7",), kv_cache=None)
     recipe = plan.recipe.model_copy(update={"caches": (own,)})
-    with pytest.raises(RecipeError, match="matches no block"):
-        build_plan(recipe, Checkpoint.open(tiny_llama))
+    refused_recipe("matches no block", build_plan, recipe, Checkpoint.open(tiny_llama))

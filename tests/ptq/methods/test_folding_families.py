@@ -11,9 +11,10 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.smooth_k import SmoothK, SmoothKSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.passes import observe
-from tests.ptq.methods.test_rotation import logits, relative, write_view
+from tests.families import distance, transformers_logits
+from tests.ptq.methods.test_rotation import write_view
 from tests.ptq.methods.test_shift import shifted_work
-from tests.ptq.quantizing import fold_alpha, make_plan, observed_work
+from tests.ptq.quantizing import IDS, fold_alpha, make_plan, observed_work
 from tests.tiny_families import TINY
 
 MODELS = TINY | {"olmo2": {}, "phi3": {}}
@@ -46,7 +47,7 @@ def plant(work) -> None:
 
 def assert_same(work, before: list[torch.Tensor], most: float = 1e-5) -> None:
     for found, wanted in zip(outputs(work), before, strict=True):
-        assert relative(found, wanted) < most
+        assert distance(found, wanted) < most
 
 
 @pytest.mark.parametrize("kind", MODELS | LIKE_LLAMA)
@@ -124,7 +125,8 @@ def test_the_function_stays_in_another_basis(make_model, tmp_path, kind):
     model = make_model(kind, **MODELS[kind])
     spec = RotationSpec(residual=not BY_TYPE[kind].norms.after, seed=3)
     rotated = write_view(model, tmp_path / "rotated", spec, torch.float32)
-    assert relative(logits(rotated), logits(model)) < 1e-5
+    before, after = (transformers_logits(folder, IDS) for folder in (model, rotated))
+    assert distance(after, before) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "granite", "smollm3"])

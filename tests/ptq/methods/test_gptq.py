@@ -15,6 +15,7 @@ from ptq.methods.gptq import GPTQ, GPTQSpec, gptq, inverse_factor
 from ptq.pipeline.passes import observe
 from ptq.plan.describe import explain
 from tests.ptq.quantizing import edit_model, make_plan, observed_work, solved
+from tests.refusals import refused
 
 W4 = WeightSpec(dtype="int4", granularity="group", group_size=32)
 SPECS = (
@@ -224,11 +225,7 @@ def test_schemes_that_no_kernel_runs_are_refused():
         ({"dtype": "int8", "granularity": "block"}, "per_channel"),
         ({"dtype": "int8", "symmetric": False, "zero_points": "float"}, "in groups"),
     ):
-        with pytest.raises(ValueError, match=word):
-            WeightSpec(**weights)
-    with pytest.raises(ValueError, match="same kind"):
-        Scheme(weights=WeightSpec(dtype="fp8_e4m3"), activations=ActivationSpec())
-    with pytest.raises(ValueError, match="per_token"):
-        Scheme(weights=WeightSpec(dtype="int4"), activations=ActivationSpec())
-    with pytest.raises(ValueError, match="group"):
-        Scheme(weights=WeightSpec(dtype="fp8_e4m3", granularity="block"))
+        refused(word, WeightSpec, **weights)
+    refused("same kind", Scheme, weights=WeightSpec(dtype="fp8_e4m3"), activations=ActivationSpec())
+    refused("per_token", Scheme, weights=WeightSpec(dtype="int4"), activations=ActivationSpec())
+    refused("group", Scheme, weights=WeightSpec(dtype="fp8_e4m3", granularity="block"))

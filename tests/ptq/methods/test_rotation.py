@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import Checkpoint
@@ -22,7 +21,9 @@ from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import describe_plan, explain
 from tests.experts import MOE
+from tests.families import distance, transformers_logits
 from tests.ptq.quantizing import (
+    IDS,
     divergence,
     edit_model,
     make_plan,
@@ -38,7 +39,6 @@ MODELS = {
     "qwen3": {"attention_bias": True, "hidden_size": 100, "head_dim": 20},  # no Hadamard matrix
     "mistral": {},
 } | MOE
-IDS = torch.arange(1, 60)[None] * 7 % 384
 ROTATED_RTN = (RotationSpec(), RTNSpec())
 
 
@@ -61,15 +61,6 @@ def write_view(source: Path, target: Path, spec: RotationSpec, dtype: torch.dtyp
     for path in view.auxiliary_files:
         (target / path.name).write_bytes(path.read_bytes())
     return target
-
-
-@torch.no_grad()
-def logits(model: Path) -> torch.Tensor:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(IDS).logits[0]
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("size", [1, 2, 12, 20, 28, 36, 48, 64, 76, 96, 896])
@@ -97,13 +88,13 @@ def test_rotations_follow_from_their_seed():
 @pytest.mark.parametrize("family", MODELS)
 def test_the_function_stays(make_model, tmp_path, family):
     model = make_model(family, **MODELS[family])
-    expected = logits(model)
+    expected = transformers_logits(model, IDS)
     rotated = write_view(model, tmp_path / "fp32", RotationSpec(seed=3), torch.float32)
-    assert relative(logits(rotated), expected) < 1e-5
-    kept = Engine.from_pretrained(rotated).score(IDS[0])
-    assert relative(kept, expected) < 1e-4
+    assert distance(transformers_logits(rotated, IDS), expected) < 1e-5
+    kept = Engine.from_pretrained(rotated).score(IDS)
+    assert distance(kept, expected) < 1e-4
     rotated = write_view(model, tmp_path / "bf16", RotationSpec(seed=3), torch.bfloat16)
-    assert 1e-4 < relative(logits(rotated), expected) < 0.03
+    assert 1e-4 < distance(transformers_logits(rotated, IDS), expected) < 0.03
 
 
 @pytest.mark.parametrize("part", ["residual", "values"])
@@ -111,7 +102,7 @@ def test_each_part_alone_keeps_the_function(make_model, tmp_path, part):
     model = make_model("qwen2")
     spec = RotationSpec(residual=part == "residual", values=part == "values")
     rotated = write_view(model, tmp_path / "rotated", spec, torch.float32)
-    assert relative(logits(rotated), logits(model)) < 1e-5
+    assert distance(transformers_logits(rotated, IDS), transformers_logits(model, IDS)) < 1e-5
     before, after = (load_file(m / "model.safetensors") for m in (model, rotated))
     assert ("lm_head.weight" in after) == (part == "residual")
     changed = {n.split(".", 3)[3] for n in before if n.startswith("model.layers.0") and not
@@ -134,11 +125,11 @@ def test_outliers_of_the_residual_stream_are_spread(make_model, tmp_path, preset
                 tensor[:, [5, 70]] /= factor
 
     model = edit_model(make_model("llama", tie_word_embeddings=False), tmp_path / "model", plant)
-    expected = logits(model).log_softmax(-1)
+    expected = transformers_logits(model, IDS).log_softmax(-1)
     found = {}
     for name, methods in {"plain": (RTNSpec(),), "rotated": ROTATED_RTN}.items():
         result = quantized(model, tmp_path / name, preset, methods=methods)
-        found[name] = divergence(expected, scored(result.checkpoint, IDS[0]))
+        found[name] = divergence(expected, scored(result.checkpoint))
     assert found["rotated"] < found["plain"] / 2
 
 
@@ -156,10 +147,8 @@ def test_the_written_checkpoint_is_as_predicted_and_others_open_it(tiny_llama, t
     )
     tensors = sum(checkpoint.tensor(name).nbytes for name in checkpoint.names())
     assert plan.prediction.checkpoint_bytes == tensors
-    theirs = AutoModelForCausalLM.from_pretrained(result.checkpoint, dtype=torch.float32)
-    with torch.no_grad():
-        expected = theirs(IDS).logits[0]
-    assert relative(Engine.from_pretrained(result.checkpoint).score(IDS[0]), expected) < 0.01
+    expected = transformers_logits(result.checkpoint, IDS)
+    assert distance(Engine.from_pretrained(result.checkpoint).score(IDS), expected) < 0.01
     text = "\n".join([*describe_plan(plan, {}), *explain(plan, "*layers.0.*v_proj")])
     assert "residual stream (Hadamard 128), values of each head (Hadamard 32)" in text
     assert f"adds {384 * 128 * 2 / 1e6:.1f} MB" in text

@@ -14,9 +14,8 @@ from ptq.methods.shift import Shift, ShiftSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import block_work, observe
-from tests.ptq.quantizing import divergence, edit_model, make_plan, random_tokens, scored
+from tests.ptq.quantizing import IDS, divergence, edit_model, make_plan, random_tokens, scored
 
-IDS = torch.arange(1, 60) * 7 % 384
 SHIFTED = (ShiftSpec(), RTNSpec())
 
 
@@ -80,7 +79,7 @@ def test_it_lowers_the_error_and_others_open_the_checkpoint(make_model, tmp_path
     model = make_model("llama", tie_word_embeddings=False)
     model = edit_model(model, tmp_path / "model", plant)
     smooth = SmoothQuantSpec(alpha=0.5, search_samples=2)
-    exact, found = scored(model, IDS), {}
+    exact, found = scored(model), {}
     for name, methods in {
         "plain": (RTNSpec(),),
         "shifted": SHIFTED,
@@ -92,7 +91,7 @@ def test_it_lowers_the_error_and_others_open_the_checkpoint(make_model, tmp_path
         sizes = sum(checkpoint.tensor(n).nbytes for n in checkpoint.names())
         sizes += sum(s.nbytes for pair in checkpoint.kv_scales.values() for s in pair)
         assert plan.prediction.checkpoint_bytes == sizes
-        found[name] = divergence(exact, scored(result.checkpoint, IDS))
+        found[name] = divergence(exact, scored(result.checkpoint))
         if name != "plain":
             assert checkpoint.config["attention_bias"] is True
             theirs = AutoModelForCausalLM.from_pretrained(result.checkpoint, dtype=torch.float32)

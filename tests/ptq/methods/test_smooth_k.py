@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from calibrate.attention import ATTENTION
@@ -13,6 +12,7 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.smooth_k import SmoothK, SmoothKSpec, key_factors
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.passes import observe
+from tests.families import transformers_logits
 from tests.ptq.quantizing import (
     IDS,
     divergence,
@@ -100,12 +100,8 @@ def test_alone_it_spares_the_cache_and_others_open_the_checkpoint(
     assert {row.source for row in result.smoothing} == {
         f"model.layers.{i}.self_attn.k_proj" for i in range(2)
     }
-    logits = []
-    for folder in (model, result.checkpoint):
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        with torch.no_grad():
-            logits.append(theirs(IDS[None]).logits)
-    assert torch.allclose(logits[0], logits[1], atol=1e-4)
+    before, after = (transformers_logits(f, IDS) for f in (model, result.checkpoint))
+    assert torch.allclose(before, after, atol=1e-4)
     k, q = (Checkpoint.open(f).tensor("model.layers.0.self_attn.k_proj.weight") for f in
             (model, result.checkpoint))  # fmt: skip
     assert not torch.equal(k, q)

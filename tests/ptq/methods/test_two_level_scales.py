@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM
 
 from formats.checkpoint.compressed_tensors import quantization_config, read_groups
 from formats.checkpoint.read import Checkpoint
@@ -14,7 +13,7 @@ from formats.errors import CheckpointError, RecipeError
 from formats.scheme import PRESETS, ActivationSpec, LayerScheme, Scheme, WeightSpec
 from inference.engine import Engine
 from kernels.cpu.weights import pack_quantized_weight
-from kernels.numerics import INT8, dequantize, fake_quantize_activations
+from kernels.numerics import dequantize
 from kernels.ops import linear, quantize_per_token
 from kernels.two_level import choose_unit, larger_unit, two_level
 from ptq.commands import diff, explain, inspect
@@ -25,6 +24,7 @@ from ptq.methods.gptq import GPTQSpec
 from ptq.methods.refine import Adjustable, RefineSpec
 from ptq.methods.rtn import RTNSpec
 from tests.experts import MOE
+from tests.ptq.plan.test_layer_schemes import reference, usual_distance
 from tests.ptq.quantizing import make_plan, observed_work, quantized
 
 GROUPS = WeightSpec(dtype="int4", granularity="group", group_size=32, two_level=True)
@@ -182,20 +182,8 @@ def test_layers_run_as_one_sum_of_integers(made) -> None:
 
 
 def test_it_runs_as_the_dequantized_model_does(made, tiny_llama) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
-    for name in made.quantized_modules:
-        linear_layer, stored = model.get_submodule(name), made.weight(name)
-        linear_layer.weight.data = dequantize(stored.q, stored.scale, block=GROUPS.block)
-        linear_layer.register_forward_pre_hook(
-            lambda _, args: (fake_quantize_activations(args[0], None, INT8),)
-        )
-    engine, differences = Engine.from_pretrained(made.path), []
-    for start in range(0, 360, 40):
-        ids = torch.arange(start, start + 8)
-        with torch.no_grad():
-            exact = model(ids[None]).logits[0]
-        differences.append((engine.score(ids) - exact).norm() / exact.norm())
-    assert torch.stack(differences).median() < 1e-4  # an input on a rounding edge may go either way
+    engine = Engine.from_pretrained(made.path)
+    assert usual_distance(engine, reference(tiny_llama, made)) < 1e-4
 
 
 def test_tools_name_them(made, capsys, tmp_path, tiny_llama) -> None:

@@ -16,7 +16,6 @@ from formats.errors import CheckpointError
 from formats.families.names import expert_of
 from formats.stored.folder import ADAPTER_FACTORS, MANIFEST
 from inference.engine import Engine
-from kernels.numerics import dequantize
 from ptq.convert.convert import convert
 from ptq.methods.awq import AWQSpec
 from ptq.methods.common.block import BlockWork, set_parameter
@@ -30,9 +29,11 @@ from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.driver import quantize_tokens, solve
 from ptq.pipeline.emit import adapter_factors
 from tests.adapters import prefix_logits, write_adapter, write_prefix
+from tests.fake_quantized import dequantized
 from tests.ptq.methods.test_folding_families import MODELS, assert_same, outputs, plant
 from tests.ptq.methods.test_smooth_k import plant as plant_keys
 from tests.ptq.quantizing import (
+    IDS,
     add_outliers,
     edit_model,
     fold_alpha,
@@ -42,7 +43,6 @@ from tests.ptq.quantizing import (
 )
 
 SMOOTHED = (SmoothQuantSpec(alpha=0.8), SmoothKSpec(alpha=1.0), RTNSpec())
-IDS = torch.arange(1, 60) * 7 % 384
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +116,7 @@ def test_the_folded_model_with_the_moved_adapter_computes_the_same(make_model, t
 def weight(checkpoint: Checkpoint, module: str) -> Tensor:
     if module not in checkpoint.quantized_modules:
         return checkpoint.tensor(f"{module}.weight").float()
-    stored, spec = checkpoint.weight(module), checkpoint.scheme_of(module).weights
-    assert spec is not None
-    return dequantize(stored.q, stored.scale, stored.zero_point, spec.block)
+    return dequantized(checkpoint, module)
 
 
 def check_moved(source: Path, folder: Path, adapter: Path, steps: float = 0.6) -> None:

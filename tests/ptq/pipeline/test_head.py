@@ -11,7 +11,6 @@ from formats.errors import CheckpointError, RecipeError
 from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.models.decoder import Decoder
-from kernels.numerics import dequantize
 from ptq.convert.convert import convert
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.hqq import HQQSpec
@@ -23,17 +22,12 @@ from ptq.pipeline import driver, resume
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.driver import quantize_tokens, solve
 from ptq.plan import modules
-from tests.fake_quantized import fake_quantized_logits
+from tests.fake_quantized import dequantized, fake_quantized_logits
+from tests.families import distance, transformers_logits
 from tests.ptq.quantizing import SMOOTH, make_plan, quantize_head, random_tokens
 
 RTN = (RTNSpec(),)
 IDS = torch.arange(3, 40)
-
-
-def values(checkpoint: Checkpoint) -> torch.Tensor:
-    weight, spec = checkpoint.weight("lm_head"), checkpoint.scheme_of("lm_head").weights
-    assert spec is not None
-    return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
 
 
 def decoder(engine: Engine) -> Decoder:
@@ -50,9 +44,9 @@ def test_a_tied_head_is_stored_once_and_run_as_head_and_embedding(tiny_llama, tm
     logits = engine.score(IDS)
     by_ops = Engine(checkpoint, engine.tokenizer, engine.config, CpuBackend(fused=False))
     assert torch.equal(logits, by_ops.score(IDS))
-    assert torch.equal(decoder(engine).embed(IDS), values(checkpoint)[IDS])
+    assert torch.equal(decoder(engine).embed(IDS), dequantized(checkpoint, "lm_head")[IDS])
     wanted = fake_quantized_logits(checkpoint, IDS)
-    assert (logits - wanted).norm() / wanted.norm() < 0.02
+    assert distance(logits, wanted) < 0.02
 
 
 def test_the_embedding_is_not_held_beside_the_head(tiny_llama, tmp_path):
@@ -71,10 +65,8 @@ def test_an_untied_head_is_one_that_transformers_reads(tiny_llama, tmp_path):
     assert not untied.shares_head
     assert untied.config["tie_word_embeddings"] is False
     ours = Engine.from_pretrained(untied.path).score(IDS)
-    model = AutoModelForCausalLM.from_pretrained(untied.path, dtype=torch.float32)
-    with torch.no_grad():
-        theirs = model(input_ids=IDS[None]).logits[0]
-    assert (ours - theirs).norm() / theirs.norm() < 1e-3
+    theirs = transformers_logits(untied.path, IDS)
+    assert distance(ours, theirs) < 1e-3
     tied = quantize_head(tiny_llama, tmp_path / "tied")
     assert torch.equal(tied.weight("lm_head").q, untied.weight("lm_head").q)
     with pytest.raises(ValueError, match="tied_channel"):
@@ -143,7 +135,7 @@ def test_a_tied_head_is_made_float_again_and_converted_to_nothing_else(tiny_llam
     convert(tied.path, tmp_path / "float", "float", dtype="float32", progress=False)
     made = Checkpoint.open(tmp_path / "float")
     assert "lm_head.weight" not in made
-    assert torch.equal(made.tensor("model.embed_tokens.weight"), values(tied))
+    assert torch.equal(made.tensor("model.embed_tokens.weight"), dequantized(tied, "lm_head"))
     with pytest.raises(CheckpointError, match="lm_head, which is the embedding, too"):
         convert(tied.path, tmp_path / "gptq", "gptq", progress=False)
 
@@ -165,7 +157,7 @@ def test_heads_of_families_that_are_not_declared(make_model, tmp_path, family):
     checkpoint = quantize_head(model, tmp_path / "out", "w8", "a8w8_dynamic")
     wanted = fake_quantized_logits(checkpoint, IDS)
     found = Engine.from_pretrained(checkpoint.path).score(IDS)
-    assert (found - wanted).norm() / wanted.norm() < 0.02
+    assert distance(found, wanted) < 0.02
 
 
 @pytest.mark.parametrize(
@@ -183,7 +175,7 @@ def test_heads_beside_other_methods_and_formats(tiny_llama, tmp_path, scheme, of
     assert checkpoint.shares_head is (not isinstance(methods[0], RotationSpec))
     found = Engine.from_pretrained(checkpoint.path).score(IDS)
     wanted = fake_quantized_logits(checkpoint, IDS)
-    assert (found - wanted).norm() / wanted.norm() < 0.03
+    assert distance(found, wanted) < 0.03
 
 
 def test_a_head_that_is_ignored_takes_no_scheme(tiny_llama, tmp_path):
@@ -200,7 +192,9 @@ def test_a_head_is_rounded_against_the_model(tiny_llama, tmp_path, monkeypatch):
     plain = quantize_head(tiny_llama, tmp_path / "plain", of_head="w4")
     source = Checkpoint.open(tiny_llama).tensor("model.embed_tokens.weight").float()
     assert not torch.equal(whole.weight("lm_head").q, plain.weight("lm_head").q)
-    errors = [(values(c) - source).norm() / source.norm() for c in (whole, cut, plain)]
+    errors = [
+        (dequantized(c, "lm_head") - source).norm() / source.norm() for c in (whole, cut, plain)
+    ]
     assert max(errors) < 0.2
 
 

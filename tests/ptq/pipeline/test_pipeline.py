@@ -38,6 +38,7 @@ from tests.ptq.quantizing import (
     per_channel,
     random_tokens,
 )
+from tests.refusals import refused_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 RTN = (RTNSpec(),)
@@ -263,10 +264,8 @@ def test_a_damaged_record_is_refused(tiny_llama, tmp_path):
     run(tiny_llama, tmp_path / "out", methods=RTN)
     record = tmp_path / "out" / "quantization.json"
     record.write_text(record.read_text()[:-20])
-    with pytest.raises(CheckpointError, match=r"quantization\.json"):
-        load_result(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="nothing"):
-        load_result(tmp_path / "nothing")
+    refused_checkpoint(r"quantization\.json", load_result, tmp_path / "out")
+    refused_checkpoint("nothing", load_result, tmp_path / "nothing")
 
 
 def test_clipping_observers_are_told_of(tiny_llama, tmp_path):
@@ -287,8 +286,7 @@ def test_clipping_observers_are_told_of(tiny_llama, tmp_path):
 def test_existing_output_needs_force(tiny_llama, tmp_path):
     plan = make_plan(tiny_llama, tmp_path / "out", methods=RTN)
     first = quantize_tokens(plan, random_tokens(), progress=False)
-    with pytest.raises(CheckpointError, match="exists already"):
-        quantize_tokens(plan, random_tokens(), progress=False)
+    refused_checkpoint("exists already", quantize_tokens, plan, random_tokens(), progress=False)
     again = quantize_tokens(plan, random_tokens(), progress=False, force=True)
     assert again.scale_table == first.scale_table
 

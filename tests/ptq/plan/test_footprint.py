@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import RecipeError
 from ptq.plan.describe import describe_prediction
 from ptq.plan.plan import Plan, Prediction, build_plan, preflight
 from ptq.recipe.reading import read_recipe
 from tests.ptq.quantizing import write_header
+from tests.refusals import refused_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = """\
@@ -122,8 +122,7 @@ def test_a_disk_that_holds_the_checkpoint_but_not_what_a_run_goes_on_with(
     free = SimpleNamespace(free=predicted.disk_bytes - 1)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: free)
     figure = f"needs about {predicted.disk_bytes / 1e6:.0f} MB"
-    with pytest.raises(RecipeError, match=figure):
-        predict(tmp_path, tiny_llama, "a8w8", samples=64, length=512)
+    refused_recipe(figure, predict, tmp_path, tiny_llama, "a8w8", samples=64, length=512)
     free.free += 1
     predict(tmp_path, tiny_llama, "a8w8", samples=64, length=512)
 
@@ -261,8 +260,7 @@ def test_what_a_stopped_run_has_kept_counts_as_room(tiny_llama, tmp_path, monkey
     needed = predict(tmp_path, tiny_llama, "a8w8").disk_bytes
     free = SimpleNamespace(free=needed - 1000)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: free)
-    with pytest.raises(RecipeError, match="MB free"):
-        predict(tmp_path, tiny_llama, "a8w8")
+    refused_recipe("MB free", predict, tmp_path, tiny_llama, "a8w8")
     kept = tmp_path / "out" / ".resume"
     kept.mkdir(parents=True)
     (kept / "block-00000.safetensors").write_bytes(bytes(1000))

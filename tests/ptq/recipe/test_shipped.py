@@ -10,6 +10,7 @@ from formats.errors import RecipeError
 from ptq import cli
 from ptq.recipe.own_model import FOLDER, find_recipe, shipped_paths, shipped_recipes
 from ptq.recipe.reading import load_recipe
+from tests.refusals import refused_recipe
 
 NAMES = list(shipped_paths())
 
@@ -44,14 +45,12 @@ def test_a_file_wins_over_a_name_and_a_folder_does_not(tmp_path):
 def test_what_is_no_recipe_gets_a_suggestion(found, message, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "recipe.yaml").write_text("")
-    with pytest.raises(RecipeError, match=message):
-        load_recipe(found)
+    refused_recipe(message, load_recipe, found)
 
 
 def test_a_shipped_recipe_may_be_a_base(tmp_path):
     Path("mine.yaml").write_text("base: w4_gptq\noutput: {path: mine}\nbogus: 1\n")
-    with pytest.raises(RecipeError, match=r"mine\.yaml:3: bogus: unknown key"):
-        load_recipe("mine.yaml")
+    refused_recipe(r"mine\.yaml:3: bogus: unknown key", load_recipe, "mine.yaml")
     Path("mine.yaml").write_text("base: w4_gptq\noutput: {path: mine}\n")
     recipe, base = load_recipe("mine.yaml"), load_recipe("w4_gptq")
     assert recipe == base.model_copy(update={"output": recipe.output})
@@ -102,5 +101,4 @@ def test_the_shipped_model_yields_to_a_folder_of_its_name(tmp_path):
     assert load_recipe("c8", ["model.path=tiny-python"]).model.path == FOLDER / "tiny-python"
     (tmp_path / "tiny-python").mkdir()
     assert load_recipe("c8", ["model.path=tiny-python"]).model.path == tmp_path / "tiny-python"
-    with pytest.raises(RecipeError, match="no such folder"):
-        load_recipe("c8", ["model.path=tiny-pithon"])
+    refused_recipe("no such folder", load_recipe, "c8", ["model.path=tiny-pithon"])

@@ -11,29 +11,27 @@ from ptq.pipeline.driver import quantize
 from ptq.plan.plan import build_plan
 from ptq.recipe.reading import load_recipe
 from ptq.report.report import Report, make_report
+from tests.ptq.quantizing import write_recipe
 
-RECIPE = """\
-model: {{path: {model}}}
-dataset:
-  name: text.py
-  calibration: {{samples: 4, sequence_length: 48}}
-  evaluation: {{samples: 4, sequence_length: 48}}
-scheme: a8w8c8
-methods: [{{smoothquant: {{alphas: [0.5, 0.9], search_samples: 2}}}}, rtn]
-output: {{path: {output}}}
-report:
-  speed: {{batch: 2, prompt_tokens: 16, new_tokens: 4}}
-  thresholds: {{perplexity_ratio: 1.5, kl: 5.0, top1_agreement: 0.01}}
-"""
+REPORT = {
+    "speed": {"batch": 2, "prompt_tokens": 16, "new_tokens": 4},
+    "thresholds": {"perplexity_ratio": 1.5, "kl": 5.0, "top1_agreement": 0.01},
+}
+
+
+def write_smoothed(folder: Path, model: Path, **report: object) -> Path:
+    """A recipe that smooths, into `folder / "out"`, with settings of its report."""
+    methods = [{"smoothquant": {"alphas": [0.5, 0.9], "search_samples": 2}}, "rtn"]
+    output = {"path": str(folder / "out")}
+    keys = {"scheme": "a8w8c8", "methods": methods, "output": output, "report": REPORT | report}
+    return write_recipe(folder, model, 4, 48, **keys)
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory, tiny_llama) -> Path:
     """A folder with a recipe of the tiny model and its text."""
     folder = tmp_path_factory.mktemp("a-private-place")
-    (folder / "r.yaml").write_text(RECIPE.format(model=tiny_llama, output=folder / "out"))
-    text = "".join(f"def f{i}(x, y):\n    return x * {i} + y\n\n" for i in range(200))
-    (folder / "text.py").write_text(text)
+    write_smoothed(folder, tiny_llama)
     return folder
 
 

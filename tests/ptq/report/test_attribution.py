@@ -14,7 +14,6 @@ from formats.families.names import role_of
 from inference.accuracy import compare
 from inference.config import EngineConfig
 from inference.engine import Engine
-from kernels.numerics import dequantize
 from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.shift import ShiftSpec
@@ -35,6 +34,7 @@ from ptq.report.attribution import (
 from ptq.report.measure import measure, spread
 from ptq.report.report import sections
 from tests.experts import MOE
+from tests.fake_quantized import dequantized
 from tests.older_families import write_older
 from tests.ptq.quantizing import make_plan, random_tokens
 
@@ -62,11 +62,7 @@ def with_rounded(source: Path, quantized: Path, folder: Path, *roles: str, block
     tensors, checkpoint = load_file(source / "model.safetensors"), Checkpoint.open(quantized)
     for module in checkpoint.quantized_modules:
         if role_of(module) in roles or (block and module.startswith(block)):
-            spec, stored = checkpoint.scheme_of(module).weights, checkpoint.weight(module)
-            assert spec is not None
-            tensors[f"{module}.weight"] = dequantize(
-                stored.q, stored.scale, stored.zero_point, spec.block
-            )
+            tensors[f"{module}.weight"] = dequantized(checkpoint, module)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -20,27 +20,15 @@ from ptq.plan.plan import build_plan
 from ptq.recipe.reading import load_recipe
 from ptq.report.report import make_report
 from tests.inference.transformers_code.test_kept_states import SMALL, write_remembering
-
-RECIPE = """\
-model: {{path: {model}}}
-dataset:
-  name: text.py
-  calibration: {{samples: 2, sequence_length: 48}}
-  evaluation: {{samples: 2, sequence_length: 200}}
-scheme: w8s8
-methods: [rtn]
-output: {{path: {output}}}
-report: {{speed: false, attribution: false, completions: 0}}
-"""
+from tests.ptq.quantizing import ACCURACY, write_recipe
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("states")
     model = write_remembering("qwen3_next", folder / "model", SMALL)
-    (folder / "r.yaml").write_text(RECIPE.format(model=model, output=folder / "out"))
-    text = "".join(f"def f{i}(x, y):\n    return x * {i} + y\n\n" for i in range(200))
-    (folder / "text.py").write_text(text)
+    keys = {"scheme": "w8s8", "output": {"path": str(folder / "out")}, "report": ACCURACY}
+    write_recipe(folder, model, length=200, **keys)
     return folder
 
 

@@ -11,7 +11,7 @@ from ptq import cli
 from ptq.report.data import ReportData
 from ptq.report.report import render_markdown, top_of
 from ptq.report.verdict import verdict_of
-from tests.ptq.report.conftest import RECIPE
+from tests.ptq.report.conftest import write_smoothed
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 CHAT = [{"role": "user", "content": "What is x?"}, {"role": "assistant", "content": "return x"}]
@@ -24,10 +24,7 @@ def here(tmp_path_factory, tiny_llama):
     folder = tmp_path_factory.mktemp("kinds")
     shutil.copytree(tiny_llama, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    recipe = RECIPE.format(model=folder / "model", output=folder / "out")
-    (folder / "r.yaml").write_text(f"{recipe}  attribution: false\n  completions: 0\n")
-    text = "".join(f"def f{i}(x, y):\n    return x * {i} + y\n\n" for i in range(200))
-    (folder / "text.py").write_text(text)
+    write_smoothed(folder, folder / "model", attribution=False, completions=0)
     rows = [
         {"id": f"row {i}", "dialogue": [{**CHAT[0], "content": f"{i}?"}, CHAT[1]]}
         for i in range(99)

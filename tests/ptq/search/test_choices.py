@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from formats.errors import RecipeError
 from formats.scheme import PRESETS
 from ptq import cli
 from ptq.recipe.budget import BudgetSpec, read_bytes
 from ptq.search.choice import frontier
 from ptq.search.costs import Cost, Costs, GroupCosts, candidates
 from ptq.search.search import best, choices, usual_excess
+from tests.refusals import refused, refused_recipe
 
 SMALL = Cost(scheme="w4", nbytes=1000, weights=0.004, inputs=0.0)
 LARGE = Cost(scheme="w8", nbytes=2000, weights=0.0001, inputs=0.0)
@@ -101,8 +101,7 @@ def test_limits_of_size_take_one_trial_and_are_kept():
     ],
 )
 def test_a_budget_that_nothing_keeps_is_refused_with_what_is_least(budget, told):
-    with pytest.raises(RecipeError, match=told):
-        searched(budget, 1.0)
+    refused_recipe(told, searched, budget, 1.0)
 
 
 def test_candidates_are_what_the_target_multiplies_fast():
@@ -117,8 +116,7 @@ def test_candidates_are_what_the_target_multiplies_fast():
         s.weights.two_level for s in list(candidates(PRESETS["a8w4_two_level"], "gpu").values())[:3]
     )
     assert list(candidates(PRESETS["fp8_channel"], "gpu")) == [*weights[:4], "af8wf8"]
-    with pytest.raises(RecipeError, match="multiplies no fp8"):
-        candidates(PRESETS["fp8_channel"], "cpu")
+    refused_recipe("multiplies no fp8", candidates, PRESETS["fp8_channel"], "cpu")
 
 
 @pytest.mark.parametrize(
@@ -131,10 +129,8 @@ def test_sizes_are_read_with_their_units(text, nbytes):
 
 def test_one_limit_is_given():
     for limits in ({}, {"kl": 0.1, "bits": 4.0}):
-        with pytest.raises(ValueError, match="give one of them"):
-            BudgetSpec(**limits)
-    with pytest.raises(ValueError, match="integer"):
-        BudgetSpec(bytes="much")
+        refused("give one of them", BudgetSpec, **limits)
+    refused("integer", BudgetSpec, bytes="much")
 
 
 def test_check_and_explain_say_that_a_budget_chooses(tmp_path, monkeypatch, capsys):

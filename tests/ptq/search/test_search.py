@@ -19,28 +19,16 @@ from ptq.plan.plan import Plan
 from ptq.recipe.reading import load_recipe
 from ptq.search.costs import Costs, candidates
 from ptq.search.search import usual_kl_excess
-from tests.ptq.quantizing import make_plan, random_tokens
-
-RECIPE = """\
-model: {{path: {model}}}
-dataset:
-  name: text.py
-  calibration: {{samples: 4, sequence_length: 48}}
-  evaluation: {{samples: 4, sequence_length: 48}}
-budget: {{kl: 0.002}}
-methods: [two_sided]
-output: {{path: {output}}}
-report: {{speed: false, attribution: false, completions: 0}}
-"""
+from tests.ptq.quantizing import ACCURACY, make_plan, random_tokens, write_recipe
 
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory, tiny_llama) -> Path:
     """A folder with a recipe that has a budget, run once."""
     folder = tmp_path_factory.mktemp("budget")
-    text = "".join(f"def f{i}(x, y):\n    return x * {i} + y\n\n" for i in range(200))
-    (folder / "text.py").write_text(text)
-    (folder / "r.yaml").write_text(RECIPE.format(model=tiny_llama, output=folder / "out"))
+    budget = {"budget": {"kl": 0.002}, "methods": ["two_sided"], "scheme": "w4"}
+    output = {"path": str(folder / "out")}
+    write_recipe(folder, tiny_llama, 4, 48, **budget, output=output, report=ACCURACY)
     assert cli.main(["run", str(folder / "r.yaml"), "--quiet"]) in (0, 1)
     return folder
 

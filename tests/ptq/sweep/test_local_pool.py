@@ -13,6 +13,7 @@ from formats.errors import RequestError
 from ptq.sweep.pools import LocalPool
 from ptq.sweep.tasks import left_to_run
 from tests.ptq.sweep.sweeping import STAND_IN, stand_in, task  # noqa: F401 (a fixture)
+from tests.refusals import refused_request
 
 pytestmark = pytest.mark.usefixtures("stand_in")
 
@@ -107,11 +108,9 @@ def test_a_folder_with_another_run_is_refused(tmp_path):
     one = task(tmp_path, "mine")
     list(LocalPool(1).run([one]))
     changed = type(one)(**vars(one) | {"settings": "1" * 64})
-    with pytest.raises(RequestError, match="mine holds a run that is of other settings"):
-        left_to_run([changed])
+    refused_request("mine holds a run that is of other settings", left_to_run, [changed])
     one.record.unlink()
-    with pytest.raises(RequestError, match="no sweep's; remove it"):
-        left_to_run([one])
+    refused_request("no sweep's; remove it", left_to_run, [one])
 
 
 def test_a_task_ends_with_the_process_that_watches_it(tmp_path):

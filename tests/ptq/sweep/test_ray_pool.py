@@ -10,6 +10,7 @@ from formats.errors import RequestError
 from ptq.sweep.pools import RayPool
 from ptq.sweep.tasks import Outcome, Task
 from tests.ptq.sweep.sweeping import task
+from tests.refusals import refused_request
 
 pytestmark = pytest.mark.ci  # starts a cluster, and waits until it misses a node
 
@@ -75,7 +76,5 @@ def wait_for_a_start(folder: Path, node: str) -> str:
 
 
 def test_where_no_cluster_answers_it_says_how_to_start_one():
-    with pytest.raises(RequestError, match="no cluster answers .*`ray start --head` starts one"):
-        RayPool("127.0.0.1:1")
-    with pytest.raises(RequestError, match="give auto or HOST:PORT"):
-        RayPool("ray://somewhere")
+    refused_request("no cluster answers .*`ray start --head` starts one", RayPool, "127.0.0.1:1")
+    refused_request("give auto or HOST:PORT", RayPool, "ray://somewhere")
