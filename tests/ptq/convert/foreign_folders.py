@@ -10,12 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from formats.checkpoint.read import Checkpoint
 from formats.foreign.gptq import pack_gptq
 from formats.pack import pack_words, unpack_words
-from formats.scheme import WeightSpec
-from formats.stored.weights import StoredWeight
+from formats.scheme import PRESETS, WeightSpec
+from formats.stored.weights import StoredWeight, weight_tensors
+from inference.engine import Engine
+from ptq.convert.convert import convert
 from ptq.methods.common.rounding import round_weight
+from tests.families import distance
 
+IDS = list(range(3, 40))
 NF4 = [-1.0, -0.69, -0.52, -0.39, -0.28, -0.18, -0.09, 0.0]
 NF4 += [0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0]
 BNB = {"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": True}
@@ -79,6 +84,32 @@ def make_folder(
     return out
 
 
+def logits(folder: Path) -> Tensor:
+    """What the engine gives after each of `IDS`."""
+    return Engine.from_pretrained(folder).score(IDS)
+
+
+def as_floats(folder: Path, out: Path) -> Checkpoint:
+    """The float model in fp32 that a folder becomes."""
+    convert(folder, out, "float", dtype="float32")
+    return Checkpoint.open(out)
+
+
+def stays(found: Tensor, folder: Path, out: Path, within: float) -> Checkpoint:
+    """Logits are those of the folder's checkpoint of ours, and of its float model `within`."""
+    floats = as_floats(folder, out / "float")
+    assert distance(found, logits(out / "float")) < within
+    convert(folder, out / "ours", "compressed_tensors")
+    assert torch.equal(logits(out / "ours"), found)
+    return floats
+
+
+def lost(found: Checkpoint, model: Path, module: str) -> float:
+    """Relative distance of a weight from the model's."""
+    name = f"{module}.weight"
+    return distance(found.tensor(name), Checkpoint.open(model).tensor(name).float())
+
+
 def int8_layer(weight: Tensor) -> dict[str, Tensor]:
     """LLM.int8: rows scaled to 127."""
     largest = weight.abs().amax(dim=1)
@@ -134,13 +165,23 @@ def auto_round_layer(weight: Tensor, group_size: int = 32) -> dict[str, Tensor]:
     return plain | {"scales": scale.squeeze(2).T.contiguous()}
 
 
-def few_bits_layer(bits: int, group_size: int) -> Callable[[Tensor], dict[str, Tensor]]:
-    """GPTQ of any number of bits: values one after the other, whatever the borders of words."""
+def nvfp4_layer(weight: Tensor) -> dict[str, Tensor]:
+    """compressed-tensors' NVFP4."""
+    scheme = PRESETS["nvfp4"]
+    assert scheme.weights is not None
+    stored = round_weight(weight, scheme.weights, torch.float32)
+    return weight_tensors(scheme, stored, torch.float32)
 
-    def words(values: Tensor) -> Tensor:  # [rows, values] -> [rows, words]
-        places = values.int()[..., None] >> torch.arange(bits) & 1
-        stream = places.flatten(1).unflatten(1, (-1, 32)).long() << torch.arange(32)
-        return stream.sum(-1).to(torch.uint32).view(torch.int32)
+
+def bit_stream(values: Tensor, bits: int) -> Tensor:
+    """Words of unsigned values one after the other, whatever the borders of words, by rows."""
+    places = values.int()[..., None] >> torch.arange(bits) & 1
+    stream = places.flatten(1).unflatten(1, (-1, 32)).long() << torch.arange(32)
+    return stream.sum(-1).to(torch.uint32).view(torch.int32)
+
+
+def few_bits_layer(bits: int, group_size: int) -> Callable[[Tensor], dict[str, Tensor]]:
+    """GPTQ of any number of bits, as `bit_stream` packs them."""
 
     def layer(weight: Tensor) -> dict[str, Tensor]:
         groups, top = weight.unflatten(1, (-1, group_size)), (1 << bits) - 1
@@ -150,8 +191,8 @@ def few_bits_layer(bits: int, group_size: int) -> Callable[[Tensor], dict[str, T
         q = (groups / scale[..., None]).round().add(zeros[..., None]).clamp(0, top).flatten(1)
         inputs = torch.arange(weight.shape[1], dtype=torch.int32)
         return {
-            "qweight": words(q).T.contiguous(),
-            "qzeros": words(zeros.T - 1),
+            "qweight": bit_stream(q, bits).T.contiguous(),
+            "qzeros": bit_stream(zeros.T - 1, bits),
             "scales": scale.half().T.contiguous(),
             "g_idx": inputs // group_size,
         }

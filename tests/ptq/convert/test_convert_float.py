@@ -12,6 +12,7 @@ from formats.errors import CheckpointError, RequestError
 from ptq.commands import convert as command
 from ptq.convert.convert import convert
 from tests.fake_quantized import dequantized
+from tests.ptq.convert.foreign_folders import as_floats
 
 UP = "model.layers.1.mlp.up_proj"
 
@@ -36,22 +37,17 @@ def test_every_scheme_becomes_a_float_model(preset, tiny_llama, make_quantized, 
     assert ("cache" in told) == (source.scheme.kv_cache is not None)
 
 
-@pytest.mark.parametrize("target", ["gptq", "gptq_v2", "awq"])
-def test_foreign_layouts_become_the_same_model(target, tiny_llama, make_quantized, tmp_path):
-    source = Checkpoint.open(make_quantized(tiny_llama, "w4"))
+@pytest.mark.parametrize(
+    ("preset", "target", "rtol"),
+    [*(("w4", target, 2**-10) for target in ("gptq", "gptq_v2", "awq")), ("fp8_block",) * 2 + (0,)],
+)
+def test_foreign_layouts_become_the_same_model(
+    preset, target, rtol, tiny_llama, make_quantized, tmp_path
+):
+    source = Checkpoint.open(make_quantized(tiny_llama, preset))
     convert(source.path, tmp_path / "foreign", target)
-    convert(tmp_path / "foreign", tmp_path / "out", "float", dtype="float32")
-    found = Checkpoint.open(tmp_path / "out").tensor(f"{UP}.weight")
-    torch.testing.assert_close(found, dequantized(source, UP), rtol=2**-10, atol=0)
-
-
-def test_fp8_blocks_become_the_same_model(tiny_llama, make_quantized, tmp_path):
-    source = Checkpoint.open(make_quantized(tiny_llama, "fp8_block"))
-    convert(source.path, tmp_path / "foreign", "fp8_block")
-    convert(tmp_path / "foreign", tmp_path / "out", "float", dtype="float32")
-    assert torch.equal(
-        Checkpoint.open(tmp_path / "out").tensor(f"{UP}.weight"), dequantized(source, UP)
-    )
+    found = as_floats(tmp_path / "foreign", tmp_path / "out").tensor(f"{UP}.weight")
+    torch.testing.assert_close(found, dequantized(source, UP), rtol=rtol, atol=0)
 
 
 def test_act_order_has_values(tiny_llama, make_quantized, tmp_path):
@@ -66,8 +62,7 @@ def test_act_order_has_values(tiny_llama, make_quantized, tmp_path):
         tensors[name] = torch.cat([tensors[name], tensors[name]])
     tensors[plain[1]][1] *= 2
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    convert(folder, tmp_path / "out", "float", dtype="float32")
-    found = Checkpoint.open(tmp_path / "out").tensor(f"{UP}.weight")
+    found = as_floats(folder, tmp_path / "out").tensor(f"{UP}.weight")
     once = dequantized(Checkpoint.open(make_quantized(tiny_llama, "w4")), UP)
     wanted = once * torch.where(order < 64, 1.0, 2.0)
     torch.testing.assert_close(found, wanted, rtol=2**-10, atol=0)

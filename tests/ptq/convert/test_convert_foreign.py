@@ -18,6 +18,7 @@ from tests.ptq.convert.foreign_folders import (
     INC_CONFIG,
     INT8_CONFIG,
     NF4_CONFIG,
+    as_floats,
     inc_layer,
     int8_layer,
     make_folder,
@@ -72,8 +73,7 @@ def test_neural_compressor_loses_the_biases_that_it_made_up(make_model, tiny_lla
     old = Checkpoint.open(tiny_llama).tensor(f"{UP}.weight").float()
     step = weight.scale.repeat_interleave(32, dim=1)
     assert ((back - old).abs() <= step * 0.51).all()
-    convert(source, tmp_path / "float", "float", dtype="float32")
-    floats = Checkpoint.open(tmp_path / "float")
+    floats = as_floats(source, tmp_path / "float")
     assert set(floats.names()) == set(Checkpoint.open(tiny_llama).names())
     assert torch.equal(floats.tensor(f"{UP}.weight"), back)
 

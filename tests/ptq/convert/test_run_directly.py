@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,13 +22,16 @@ from tests.kernels.triton_lab import interpreted
 from tests.ptq.convert.foreign_folders import (
     AUTO_ROUND_CONFIG,
     GPTQ_CONFIG,
+    IDS,
     INC_CONFIG,
     INT8_CONFIG,
     NF4_CONFIG,
+    as_floats,
     auto_round_layer,
     few_bits_layer,
     inc_layer,
     int8_layer,
+    logits,
     make_folder,
     nf4_layer,
     turn_inputs,
@@ -37,7 +39,6 @@ from tests.ptq.convert.foreign_folders import (
 from tests.ptq.quantizing import edit_model
 from tests.refusals import refused_checkpoint
 
-IDS = list(range(3, 40))
 Q = "model.layers.0.self_attn.q_proj"
 CASES = [
     *(("w4_g32", target) for target in ("gptq", "gptq_v2", "awq")),
@@ -47,10 +48,6 @@ CASES = [
     ("w8_asym_g64", "gptq_v2"),
     ("fp8_block", "fp8_block"),
 ]
-
-
-def logits(folder: Path) -> Tensor:
-    return Engine.from_pretrained(folder).score(IDS)
 
 
 def by_hand(tensors: dict[str, Tensor], module: str) -> Tensor:
@@ -110,16 +107,14 @@ def test_scales_of_both_signs(config, tiny_llama, tmp_path):
     done = convert(source, tmp_path / "back", "compressed_tensors")
     assert "Scales of both signs" in done.notes[-1]
     assert torch.equal(logits(source), logits(tmp_path / "back"))
-    convert(source, tmp_path / "float", "float", dtype="float32")
-    assert torch.equal(
-        Checkpoint.open(tmp_path / "float").tensor(f"{Q}.weight"), by_hand(tensors, Q)
-    )
+    floats = as_floats(source, tmp_path / "float")
+    assert torch.equal(floats.tensor(f"{Q}.weight"), by_hand(tensors, Q))
 
 
 @pytest.mark.parametrize("name", ["w4_g32", "w4_asym"])
 def test_act_order_runs(name, converted, tmp_path):
     source = turn_inputs(converted(name, "gptq"), tmp_path / "source")
-    convert(source, tmp_path / "float", "float", dtype="float32")
+    as_floats(source, tmp_path / "float")
     wanted = logits(tmp_path / "float")
     assert distance(logits(source), wanted) < 2e-4
     assert distance(logits(converted(name, "gptq")), wanted) > 0.1  # another model
@@ -151,7 +146,7 @@ def test_experts_have_an_order_each(make_model, make_quantized, tmp_path):
     model = make_model("qwen3_moe", layers=1, **(MOE["qwen3_moe"] | {"mlp_only_layers": []}))
     convert(make_quantized(model, "w4"), tmp_path / "gptq", "gptq")
     source = turn_inputs(tmp_path / "gptq", tmp_path / "source")
-    convert(source, tmp_path / "float", "float", dtype="float32")
+    as_floats(source, tmp_path / "float")
     assert distance(logits(source), logits(tmp_path / "float")) < 2e-4
 
 
@@ -198,9 +193,8 @@ def test_bits_and_groups_that_do_not_run_become_a_float_model(
     layer = few_bits_layer(bits, group_size)
     source = make_folder(tiny_llama, tmp_path / "source", layer, config)
     refused_checkpoint(f"allowed: .*convert {source} FLOAT --to float", Checkpoint.open, source)
-    convert(source, tmp_path / "float", "float", dtype="float32")
-    found, old = Checkpoint.open(tmp_path / "float"), Checkpoint.open(tiny_llama)
-    weight = old.tensor(f"{Q}.weight").float()
+    found = as_floats(source, tmp_path / "float")
+    weight = Checkpoint.open(tiny_llama).tensor(f"{Q}.weight").float()
     groups = weight.unflatten(1, (-1, group_size))
     step = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / ((1 << bits) - 1)
     error = (found.tensor(f"{Q}.weight") - weight).unflatten(1, (-1, group_size)).abs()

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.foreign.awq import pack_awq
-from formats.scheme import PRESETS, WeightSpec
-from formats.stored.weights import StoredWeight, weight_tensors
+from formats.scheme import WeightSpec
+from formats.stored.weights import StoredWeight
 from inference.engine import Engine
 from ptq.convert.convert import convert
 from ptq.methods.common.rounding import round_weight
@@ -22,13 +21,17 @@ from tests.families import distance
 from tests.ptq.convert.foreign_folders import (
     AUTO_ROUND_CONFIG,
     GPTQ_CONFIG,
+    as_floats,
     auto_round_layer,
     few_bits_layer,
+    logits,
+    lost,
     make_folder,
+    nvfp4_layer,
+    stays,
 )
 from tests.refusals import refused_checkpoint
 
-IDS = list(range(3, 40))
 DOWN = "model.layers.1.mlp.down_proj"
 GPTQ = GPTQ_CONFIG | {"sym": False}
 OLD_GPTQ = {"bits": 4, "group_size": 32, "sym": False, "desc_act": False, "damp_percent": 0.01}
@@ -58,18 +61,6 @@ def fp8_layer(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-def logits(folder: Path) -> Tensor:
-    return Engine.from_pretrained(folder).score(IDS)
-
-
-def nvfp4_tensors(weight: Tensor) -> dict[str, Tensor]:
-    scheme = PRESETS["nvfp4"]
-    assert scheme.weights is not None
-    return weight_tensors(
-        scheme, round_weight(weight, scheme.weights, torch.float32), torch.float32
-    )
-
-
 MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
 FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
 
@@ -92,10 +83,7 @@ def test_settings_in_a_file_of_their_own(layer, config, name, beside, tiny_llama
     alone = make_folder(tiny_llama, tmp_path / "alone", layer, None)
     (alone / name).write_text(json.dumps(beside))
     assert torch.equal(logits(alone), logits(usual))
-    convert(alone, tmp_path / "float", "float", dtype="float32")
-    assert distance(logits(tmp_path / "float"), logits(usual)) < 0.3
-    convert(alone, tmp_path / "ours", "compressed_tensors")
-    assert torch.equal(logits(tmp_path / "ours"), logits(usual))
+    stays(logits(usual), alone, tmp_path, 0.3)
 
 
 def test_wrong_settings_in_a_file_of_their_own_are_named_with_it(tiny_llama, tmp_path):
@@ -143,11 +131,7 @@ def test_layers_of_several_settings_run(change, others, kinds, tiny_llama, tmp_p
     checkpoint = Checkpoint.open(folder)
     schemes = [checkpoint.scheme_of(module).weights for module in checkpoint.quantized_modules]
     assert kinds is None or {spec.dtype for spec in schemes if spec} == kinds
-    found = logits(folder)
-    convert(folder, tmp_path / "float", "float", dtype="float32")
-    assert distance(found, logits(tmp_path / "float")) < 1e-3
-    convert(folder, tmp_path / "ours", "compressed_tensors")
-    assert torch.equal(logits(tmp_path / "ours"), found)
+    stays(logits(folder), folder, tmp_path, 1e-3)
 
 
 @pytest.mark.parametrize("name", [DOWN, r"layers\.1\..*down", ".*1.mlp.down_proj"])
@@ -161,7 +145,7 @@ def test_auto_rounds_mixed_bits_run(name, tiny_llama, tmp_path):
     save_file({n: t for n, t in tensors.items() if "g_idx" not in n}, folder / "model.safetensors")
     found = Checkpoint.open(folder)
     assert {name for name, own in found.own_schemes.items() if own.weights} == {DOWN}
-    convert(folder, tmp_path / "float", "float", dtype="float32")
+    as_floats(folder, tmp_path / "float")
     assert distance(logits(folder), logits(tmp_path / "float")) < 1e-3
 
 
@@ -184,12 +168,9 @@ def test_what_no_kernel_takes_becomes_a_float_model(
     own: dict[str, Callable] = {"down_proj": few_bits_layer(*others)} if others else {}
     folder = make_folder(tiny_llama, tmp_path / "source", layer, config, own)
     refused_checkpoint(f"{words}.*convert .* FLOAT --to float", Checkpoint.open, folder)
-    convert(folder, tmp_path / "float", "float", dtype="float32")
-    found, old = Checkpoint.open(tmp_path / "float"), Checkpoint.open(tiny_llama)
+    found = as_floats(folder, tmp_path / "float")
     for module in (DOWN, "model.layers.0.self_attn.v_proj"):
-        weight = old.tensor(f"{module}.weight").float()
-        lost = (found.tensor(f"{module}.weight") - weight).norm() / weight.norm()
-        assert lost < 0.2, module
+        assert lost(found, tiny_llama, module) < 0.2, module
 
 
 @pytest.mark.parametrize("dynamic", [{"+:(": {}}, {"+:.*": 8}, {"+:.*": {"bits": 5}}])
@@ -200,7 +181,7 @@ def test_odd_rules_are_named(dynamic, tiny_llama, tmp_path):
 
 def test_modelopts_fp4_becomes_a_float_model(tiny_llama, tmp_path):
     def layer(weight: Tensor) -> dict[str, Tensor]:
-        own = nvfp4_tensors(weight)
+        own = nvfp4_layer(weight)
         return {
             "weight": own["weight_packed"],
             "weight_scale": own["weight_scale"],
@@ -215,10 +196,7 @@ def test_modelopts_fp4_becomes_a_float_model(tiny_llama, tmp_path):
         CheckpointError, match="hf_quant_config.json, of .*quant_algo 'NVFP4'.*float"
     ):
         Checkpoint.open(folder)
-    convert(folder, tmp_path / "float", "float", dtype="float32")
-    weight = Checkpoint.open(tiny_llama).tensor(f"{DOWN}.weight").float()
-    found = Checkpoint.open(tmp_path / "float").tensor(f"{DOWN}.weight")
-    assert (found - weight).norm() / weight.norm() < 0.12
+    assert lost(as_floats(folder, tmp_path / "float"), tiny_llama, DOWN) < 0.12
 
 
 def test_layers_that_run_as_one_and_differ_name_the_way_to_a_float_model(tiny_llama, tmp_path):

@@ -12,17 +12,20 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.pack import pack_words
 from formats.scheme import PRESETS
-from formats.stored.weights import weight_tensors
-from inference.engine import Engine
 from ptq.convert.convert import convert
-from ptq.methods.common.rounding import round_weight
-from tests.families import distance
 from tests.formats.published.test_with_images import write_both
-from tests.ptq.convert.foreign_folders import make_folder
+from tests.ptq.convert.foreign_folders import (
+    as_floats,
+    bit_stream,
+    logits,
+    lost,
+    make_folder,
+    nvfp4_layer,
+    stays,
+)
 from tests.refusals import refused_checkpoint
 from tests.tiny_families import TINY
 
-IDS = list(range(3, 40))
 GATE = "model.layers.1.mlp.gate_proj"
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
@@ -41,12 +44,7 @@ def settings(weights: dict, layout: str = "pack-quantized", **group: Any) -> dic
 
 
 def stream(q: Tensor, bits: int) -> Tensor:
-    """Words of values one after the other, whatever the borders of words."""
-    if bits in (4, 8):
-        return pack_words(q, bits)
-    places = (q.int() + (1 << (bits - 1)))[..., None] >> torch.arange(bits) & 1
-    words = places.flatten(1).unflatten(1, (-1, 32)).long() << torch.arange(32)
-    return words.sum(-1).to(torch.uint32).view(torch.int32)
+    return pack_words(q, bits) if bits in (4, 8) else bit_stream(q.int() + (1 << (bits - 1)), bits)
 
 
 class Layers:
@@ -86,8 +84,7 @@ class Layers:
 def becomes(folder: Path, out: Path, values: list[Tensor], words: str) -> None:
     """The folder is refused by name, and its float model has exactly some values."""
     refused_checkpoint(f"{words}.*convert CHECKPOINT FLOAT --to float", Checkpoint.open, folder)
-    convert(folder, out, "float", dtype="float32")
-    made = Checkpoint.open(out)
+    made = as_floats(folder, out)
     names = [n for n in load_file(folder / "model.safetensors") if n.endswith("_proj.weight_scale")]
     names = sorted(name.removesuffix("_scale") for name in names)
     found = {tuple(t.flatten()[:50].tolist()): t for t in map(made.tensor, names)}
@@ -95,7 +92,7 @@ def becomes(folder: Path, out: Path, values: list[Tensor], words: str) -> None:
         own = found[tuple(value.flatten()[:50].tolist())]
         assert torch.equal(own, value)
     assert len(values) == len(names) == 14
-    assert torch.isfinite(Engine.from_pretrained(out).score(IDS)).all()
+    assert torch.isfinite(logits(out)).all()
 
 
 @pytest.mark.parametrize(
@@ -127,11 +124,7 @@ def test_integers_that_no_kernel_takes(layers, change, group, words, make_model,
 
 
 def fp4_layer(weight: Tensor) -> dict[str, Tensor]:
-    scheme = PRESETS["nvfp4"]
-    assert scheme.weights is not None
-    stored = round_weight(weight, scheme.weights, torch.float32)
-    scales = {"input_global_scale": torch.tensor([300.0])}
-    return weight_tensors(scheme, stored, torch.float32) | scales
+    return nvfp4_layer(weight) | {"input_global_scale": torch.tensor([300.0])}
 
 
 def test_fp4_with_inputs_in_fp4(tiny_llama, tmp_path):
@@ -142,15 +135,13 @@ def test_fp4_with_inputs_in_fp4(tiny_llama, tmp_path):
     alone = make_folder(
         tiny_llama,
         tmp_path / "alone",
-        lambda w: {k: v for k, v in fp4_layer(w).items() if k != "input_global_scale"},
+        nvfp4_layer,
         settings(FP4, "nvfp4-pack-quantized"),
     )
     refused_checkpoint("group_0.input_activations.*--to float", Checkpoint.open, folder)
-    for source in (folder, alone):
-        convert(source, tmp_path / f"{source.name}_float", "float", dtype="float32")
-    a, b = (load_file(tmp_path / f"{n}_float/model.safetensors") for n in ("source", "alone"))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    a, b = (as_floats(source, tmp_path / f"{source.name}_float") for source in (folder, alone))
+    assert a.names() == b.names()
+    assert all(torch.equal(a.tensor(name), b.tensor(name)) for name in a.names())
 
 
 def test_scales_of_a_cache_are_left_out(tiny_llama, tmp_path):
@@ -208,14 +199,9 @@ def test_blocks_whose_scales_are_powers_of_two(dtype, tiny_llama, tmp_path):
     config = BLOCKS | {"scale_fmt": "ue8m0"}
     folder = make_folder(tiny_llama, tmp_path / "source", lambda w: blocks(w, dtype), config)
     plain = make_folder(tiny_llama, tmp_path / "plain", lambda w: blocks(w, torch.float32), BLOCKS)
-    found = Engine.from_pretrained(folder).score(IDS)
-    assert torch.equal(found, Engine.from_pretrained(plain).score(IDS))
-    convert(folder, tmp_path / "float", "float", dtype="float32")
-    assert torch.equal(
-        Checkpoint.open(tmp_path / "float").tensor(f"{GATE}.weight"), values(folder, GATE)
-    )
-    convert(folder, tmp_path / "ours", "compressed_tensors")
-    assert torch.equal(Engine.from_pretrained(tmp_path / "ours").score(IDS), found)
+    floats = stays(logits(plain), folder, tmp_path, 0.15)
+    assert torch.equal(logits(folder), logits(plain))
+    assert torch.equal(floats.tensor(f"{GATE}.weight"), values(folder, GATE))
 
 
 def test_blocks_of_another_size_become_a_float_model(tiny_llama, tmp_path):
@@ -224,10 +210,7 @@ def test_blocks_of_another_size_become_a_float_model(tiny_llama, tmp_path):
         tiny_llama, tmp_path / "source", lambda w: blocks(w, torch.float32, 64), config
     )
     refused_checkpoint(r"weight_block_size \[64, 64\].*--to float", Checkpoint.open, folder)
-    convert(folder, tmp_path / "float", "float", dtype="float32")
-    weight = Checkpoint.open(tiny_llama).tensor(f"{GATE}.weight").float()
-    found = Checkpoint.open(tmp_path / "float").tensor(f"{GATE}.weight")
-    assert (found - weight).norm() / weight.norm() < 0.05
+    assert lost(as_floats(folder, tmp_path / "float"), tiny_llama, GATE) < 0.05
 
 
 def whole(weight: Tensor, names: tuple[str, ...], shape: tuple[int, ...], dtype=torch.bfloat16):
@@ -257,13 +240,8 @@ def test_fp8_without_blocks(names, shape, preset, tiny_llama, tmp_path):
     config = FP8 | {"activation_scheme": "static" if len(names) > 1 else "dynamic"}
     folder = make_folder(tiny_llama, tmp_path / "source", lambda w: whole(w, names, shape), config)
     assert Checkpoint.open(folder).scheme == PRESETS[preset]
-    found = Engine.from_pretrained(folder).score(IDS)
-    convert(folder, tmp_path / "float", "float", dtype="float32")
-    own = Checkpoint.open(tmp_path / "float").tensor(f"{GATE}.weight")
-    assert torch.equal(own, values(folder, GATE))
-    assert distance(found, Engine.from_pretrained(tmp_path / "float").score(IDS)) < 0.15
-    convert(folder, tmp_path / "ours", "compressed_tensors")
-    assert torch.equal(Engine.from_pretrained(tmp_path / "ours").score(IDS), found)
+    floats = stays(logits(folder), folder, tmp_path, 0.15)
+    assert torch.equal(floats.tensor(f"{GATE}.weight"), values(folder, GATE))
 
 
 @pytest.mark.parametrize("text", ["ministral3", "mistral"])
@@ -288,8 +266,4 @@ def test_the_text_of_an_fp8_model_of_images(text, tmp_path):
     checkpoint = Checkpoint.open(tmp_path / "model")
     assert checkpoint.scheme == PRESETS["fp8_tensor"]
     assert len(checkpoint.quantized_modules) == 14
-    found = Engine.from_pretrained(tmp_path / "model").score(IDS)
-    convert(tmp_path / "model", tmp_path / "float", "float", dtype="float32")
-    assert distance(found, Engine.from_pretrained(tmp_path / "float").score(IDS)) < 0.15
-    convert(tmp_path / "model", tmp_path / "ours", "compressed_tensors")
-    assert torch.equal(Engine.from_pretrained(tmp_path / "ours").score(IDS), found)
+    stays(logits(tmp_path / "model"), tmp_path / "model", tmp_path, 0.15)
