@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -28,6 +28,7 @@ from ptq.methods.common.method import Method
 from ptq.methods.common.rounding import round_weight
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec, smoothing_scale
+from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import block_work, observe
 from ptq.pipeline.resume import ResumableRun
@@ -174,7 +175,7 @@ class Stop(BaseException):
 
 @contextmanager
 def stopped_run(saves: int = 1, by: type[BaseException] = Stop) -> Iterator[None]:
-    """A run in it is stopped once it was saved so many times."""
+    """A run in it is stopped once it was saved so many times, with states each time."""
     save, saved = ResumableRun.save, []
 
     def save_and_stop(self, *arguments):
@@ -185,8 +186,37 @@ def stopped_run(saves: int = 1, by: type[BaseException] = Stop) -> Iterator[None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ResumableRun, "save", save_and_stop)
+        patch.setattr(resume, "SHARE", 1e9)  # however little time a block took
         with pytest.raises(by):
             yield
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """What a folder's files hold, by their paths in it."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def goes_on(
+    expected: QuantizationResult,
+    run: Callable[[], QuantizationResult],
+    saves: int = 1,
+    by: type[BaseException] = Stop,
+) -> QuantizationResult:
+    """What a run leaves that is stopped and goes on: the same bytes as one that was not."""
+    with stopped_run(saves, by):
+        run()
+    found = run()
+    assert found.resumed_blocks == saves
+    assert files(found.checkpoint) == files(expected.checkpoint)
+    return found
+
+
+def tensor_bytes(folder: Path) -> int:
+    """Bytes of a checkpoint's tensors, scales of the cache included."""
+    checkpoint = Checkpoint.open(folder)
+    scales = sum(scale.nbytes for pair in checkpoint.kv_scales.values() for scale in pair)
+    return scales + sum(checkpoint.tensor(name).nbytes for name in checkpoint.names())
 
 
 def observed_work(plan: Plan, index: int = 0) -> BlockWork:

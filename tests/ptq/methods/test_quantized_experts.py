@@ -1,7 +1,7 @@
 """Mixtures of experts through plan and driver: routing as it was, one strength, shared Hessians."""
 
 import re
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -16,21 +16,20 @@ from ptq.methods.gptq import GPTQ, GPTQSpec
 from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuant, SmoothQuantSpec
-from ptq.pipeline import resume
-from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import observe, starved_experts
 from ptq.plan.describe import explain, group_modules
 from ptq.report.parts.loss import one_of_experts
 from tests.experts import FORMS, MOE, stack_experts
 from tests.ptq.quantizing import (
     edit_model,
+    files,
     fold_alpha,
+    goes_on,
     make_plan,
     observed_work,
     quantized,
     random_tokens,
     solved,
-    stopped_run,
 )
 
 SMOOTH = (SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=2), RTNSpec())
@@ -39,11 +38,6 @@ ROUTERS = {
     "qwen2_moe": ["mlp.gate", "mlp.shared_expert_gate"],
     "qwen3_moe": ["mlp.gate"],
 }
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize("family", MOE)
@@ -267,18 +261,13 @@ def test_both_kinds_of_source_give_the_same_bytes(make_model, tmp_path, family):
     assert len(scales) == 1
 
 
-def test_a_stopped_run_goes_on(make_model, tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on(make_model, tmp_path):
     """Smoothing, GPTQ and refinement of experts, stopped after the first block: the same bytes."""
-    monkeypatch.setattr(resume, "SHARE", 1e9)
     model = make_model("mixtral", **MOE["mixtral"])
     methods = (AWQSpec(steps=2, search_samples=2), GPTQSpec(), RefineSpec(iterations=2, batch=2))
     expected = quantized(model, tmp_path / "whole", "w4", methods=methods)
-    plan = make_plan(model, tmp_path / "out", "w4", methods=methods)
-    with stopped_run(by=KeyboardInterrupt):
-        quantize_tokens(plan, random_tokens(), progress=False)
-    found = quantize_tokens(plan, random_tokens(), progress=False)
-    assert found.resumed_blocks == 1
-    assert files(found.checkpoint) == files(expected.checkpoint)
+    cut = partial(quantized, model, tmp_path / "out", "w4", methods=methods)
+    found = goes_on(expected, cut, by=KeyboardInterrupt)
     assert (found.events, found.smoothing) == (expected.events, expected.smoothing)
 
 

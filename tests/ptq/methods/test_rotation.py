@@ -17,7 +17,6 @@ from ptq.methods.gptq import GPTQSpec
 from ptq.methods.rotation import RotatedCheckpoint, RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
-from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import describe_plan, explain
 from tests.experts import MOE
@@ -26,11 +25,12 @@ from tests.ptq.quantizing import (
     IDS,
     divergence,
     edit_model,
+    goes_on,
     make_plan,
     quantized,
     random_tokens,
     scored,
-    stopped_run,
+    tensor_bytes,
 )
 
 MODELS = {
@@ -145,8 +145,7 @@ def test_the_written_checkpoint_is_as_predicted_and_others_open_it(tiny_llama, t
     assert not torch.equal(
         checkpoint.tensor("lm_head.weight"), checkpoint.tensor("model.embed_tokens.weight")
     )
-    tensors = sum(checkpoint.tensor(name).nbytes for name in checkpoint.names())
-    assert plan.prediction.checkpoint_bytes == tensors
+    assert plan.prediction.checkpoint_bytes == tensor_bytes(result.checkpoint)
     expected = transformers_logits(result.checkpoint, IDS)
     assert distance(Engine.from_pretrained(result.checkpoint).score(IDS), expected) < 0.01
     text = "\n".join([*describe_plan(plan, {}), *explain(plan, "*layers.0.*v_proj")])
@@ -155,21 +154,10 @@ def test_the_written_checkpoint_is_as_predicted_and_others_open_it(tiny_llama, t
     assert "rotation: " in text
 
 
-def test_a_stopped_run_goes_on_with_the_same_bytes(tiny_llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "SHARE", 1e9)
+def test_a_stopped_run_goes_on_with_the_same_bytes(tiny_llama, tmp_path):
     methods = (RotationSpec(), SmoothQuantSpec(alphas=(0.8,), search_samples=2), RTNSpec())
-
-    def run(folder: str):
-        return quantized(tiny_llama, tmp_path / folder, methods=methods)
-
-    expected = run("whole")
-    with stopped_run():
-        run("out")
-    found = run("out")
-    assert found.resumed_blocks == 1
-    for path in expected.checkpoint.rglob("*.*"):
-        other = found.checkpoint / path.relative_to(expected.checkpoint)
-        assert other.read_bytes() == path.read_bytes()
+    expected = quantized(tiny_llama, tmp_path / "whole", methods=methods)
+    goes_on(expected, lambda: quantized(tiny_llama, tmp_path / "out", methods=methods))
 
 
 def test_tensors_of_unknown_place_are_refused(tiny_llama, tmp_path):

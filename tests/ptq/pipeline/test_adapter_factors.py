@@ -26,7 +26,7 @@ from ptq.methods.shift import ShiftSpec
 from ptq.methods.smooth_k import SmoothK, SmoothKSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.driver import quantize_tokens, solve
+from ptq.pipeline.driver import solve
 from ptq.pipeline.emit import adapter_factors
 from tests.adapters import prefix_logits, write_adapter, write_prefix
 from tests.fake_quantized import dequantized
@@ -39,7 +39,7 @@ from tests.ptq.quantizing import (
     fold_alpha,
     make_plan,
     observed_work,
-    random_tokens,
+    quantized,
 )
 
 SMOOTHED = (SmoothQuantSpec(alpha=0.8), SmoothKSpec(alpha=1.0), RTNSpec())
@@ -57,9 +57,9 @@ def model(tiny_llama, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def smoothed(model, tmp_path_factory) -> Path:
     """The output of a run whose methods divide inputs and outputs."""
-    plan = make_plan(model, tmp_path_factory.mktemp("smoothed"), methods=SMOOTHED)
-    quantize_tokens(plan, random_tokens(), progress=False)
-    return plan.recipe.output.path
+    output = tmp_path_factory.mktemp("smoothed")
+    quantized(model, output, methods=SMOOTHED)
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,7 @@ def adapter(model, tmp_path_factory) -> Path:
 
 
 def run(model: Path, output: Path, *methods, scheme: str = "a8w8c8") -> Path:
-    plan = make_plan(model, output, scheme, methods=methods)
-    return quantize_tokens(plan, random_tokens(), progress=False).checkpoint
+    return quantized(model, output, scheme, methods=methods).checkpoint
 
 
 def add(work: BlockWork, low_rank: dict[str, tuple[Tensor, Tensor]], sign: int = 1) -> None:

@@ -24,7 +24,7 @@ from ptq.pipeline.driver import quantize_tokens, solve
 from ptq.plan import modules
 from tests.fake_quantized import dequantized, fake_quantized_logits
 from tests.families import distance, transformers_logits
-from tests.ptq.quantizing import SMOOTH, make_plan, quantize_head, random_tokens
+from tests.ptq.quantizing import SMOOTH, make_plan, quantize_head, random_tokens, tensor_bytes
 
 RTN = (RTNSpec(),)
 IDS = torch.arange(3, 40)
@@ -125,9 +125,7 @@ def test_the_prediction_is_what_is_written(tiny_llama, tmp_path):
         options = {"methods": methods, "ignore": (), "layers": {"lm_head": "w8"}}
         plan = make_plan(tiny_llama, tmp_path / name, "w4", **options)
         quantize_tokens(plan, random_tokens(), progress=False)
-        checkpoint = Checkpoint.open(tmp_path / name / "checkpoint")
-        tensors = (checkpoint.tensor(n) for n in checkpoint.names())
-        assert plan.prediction.checkpoint_bytes == sum(t.nbytes for t in tensors)
+        assert plan.prediction.checkpoint_bytes == tensor_bytes(tmp_path / name / "checkpoint")
 
 
 def test_a_tied_head_is_made_float_again_and_converted_to_nothing_else(tiny_llama, tmp_path):

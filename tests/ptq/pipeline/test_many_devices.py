@@ -106,10 +106,9 @@ def test_what_a_run_has_seen_is_solved_again_by_many(tiny_llama, tmp_path, monke
     assert found[0] == found[1]
 
 
-def test_a_stopped_run_goes_on_with_another_number_of_devices(tiny_llama, tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_with_another_number_of_devices(tiny_llama, tmp_path):
     expected, told = left_by(run(tiny_llama, tmp_path / "whole", "w4_gptq", 1))
     output = tmp_path / "out"
-    monkeypatch.setattr(resume, "SHARE", 1e9)  # states are stored after every block
     with stopped_run(by=KeyboardInterrupt):
         run(tiny_llama, output, "w4_gptq", 3)
     found = run(tiny_llama, output, "w4_gptq", 2)

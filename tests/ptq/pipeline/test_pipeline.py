@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ptq
@@ -21,7 +19,6 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
 from formats.memory import peak_rss_bytes
 from formats.scheme import KVCacheSpec, Scheme
-from kernels.numerics import dequantize, fake_quantize_activations
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.method import Method
 from ptq.methods.rtn import RTNSpec
@@ -29,13 +26,17 @@ from ptq.pipeline.driver import quantize, quantize_tokens
 from ptq.pipeline.passes import observe
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import ObserversSpec
-from ptq.result import QuantizationResult, load_result
+from ptq.result import load_result
+from tests.families import divergence
+from tests.ptq.plan.test_layer_schemes import reference
 from tests.ptq.quantizing import (
     add_outliers,
     edit_model,
+    files,
     make_plan,
     observed_work,
     per_channel,
+    quantized,
     random_tokens,
 )
 from tests.refusals import refused_checkpoint
@@ -44,41 +45,12 @@ ROOT = Path(__file__).resolve().parents[3]
 RTN = (RTNSpec(),)
 
 
-def run(
-    model: Path, output: Path, scheme: str | Scheme = "a8w8c8", **options
-) -> QuantizationResult:
-    plan = make_plan(model, output, scheme, **options)
-    return quantize_tokens(plan, random_tokens(), progress=False, force=True)
-
-
-def simulated_logits(checkpoint: Checkpoint, ids: torch.Tensor, original: Path) -> torch.Tensor:
-    """Logits of a quantized checkpoint on transformers' own code, its linear inputs fake-quantized."""
-    model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
-    state = model.state_dict()
-    for name in checkpoint.names():
-        if name in state and checkpoint.dtype(name).is_floating_point:
-            state[name] = checkpoint.tensor(name).float()
-    for module in checkpoint.quantized_modules:
-        q, scale = (checkpoint.tensor(f"{module}.{kind}") for kind in ("weight", "weight_scale"))
-        state[f"{module}.weight"] = dequantize(q, scale)
-        static = f"{module}.input_scale" in checkpoint
-        input_scale = checkpoint.tensor(f"{module}.input_scale") if static else None
-        model.get_submodule(module).register_forward_pre_hook(
-            lambda _, args, scale=input_scale: (fake_quantize_activations(args[0], scale),)
-        )
-    model.load_state_dict(state)
-    with torch.no_grad():
-        return model(ids).logits
-
-
-def float_logits(model: Path, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits
-
-
-def kl(original: torch.Tensor, other: torch.Tensor) -> float:
-    p, q = original.log_softmax(-1), other.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).mean().item()
+@torch.no_grad()
+def losses(checkpoint: Checkpoint, model: Path, ids: torch.Tensor) -> tuple[float, float]:
+    """KL of a checkpoint's numbers in transformers from those of the model; that of any token."""
+    exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits
+    found = reference(model, checkpoint)(ids).logits
+    return divergence(found, exact), divergence(torch.zeros_like(exact), exact)
 
 
 @pytest.mark.parametrize(
@@ -93,18 +65,15 @@ def kl(original: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("scheme", ["a8w8c8", "a8w8_dynamic"])
 def test_every_family_from_model_to_checkpoint(make_model, tmp_path, family, overrides, scheme):
     model = make_model(family, **overrides)
-    result = run(model, tmp_path / "out", scheme)
+    result = quantized(model, tmp_path / "out", scheme)
     checkpoint = Checkpoint.open(result.checkpoint, verify=True)
     assert checkpoint.scheme.wac == scheme
     assert len(checkpoint.quantized_modules) == 14
     assert len(result.modules) == 14
     assert len(result.smoothing) == 8
     assert any(row.alpha is not None for row in result.smoothing)
-    ids = random_tokens().ids[1:4, :30]
-    original = float_logits(model, ids)
-    assert kl(original, simulated_logits(checkpoint, ids, model)) < 0.01 * kl(
-        original, torch.zeros_like(original)
-    )
+    lost, unknown = losses(checkpoint, model, random_tokens().ids[1:4, :30])
+    assert lost < 0.01 * unknown
     source = Checkpoint.open(model)
     touched = {f"{m}.{leaf}" for m in checkpoint.quantized_modules for leaf in ("weight", "bias")}
     for name in source.names():
@@ -126,7 +95,7 @@ def test_every_family_from_model_to_checkpoint(make_model, tmp_path, family, ove
 
 def test_checkpoint_holds_exactly_the_rounded_weights_and_observed_scales(make_model, tmp_path):
     model = make_model("qwen2")
-    result = run(model, tmp_path / "out", methods=RTN)
+    result = quantized(model, tmp_path / "out", methods=RTN)
     checkpoint, source = Checkpoint.open(result.checkpoint), Checkpoint.open(model)
     statistics = Statistics.load(tmp_path / "out" / "statistics.safetensors")
     for module in checkpoint.quantized_modules:
@@ -160,15 +129,11 @@ def test_checkpoint_holds_exactly_the_rounded_weights_and_observed_scales(make_m
 
 def test_smoothing_recovers_what_outliers_cost(tiny_llama, tmp_path):
     model = edit_model(tiny_llama, tmp_path / "outliers", add_outliers)
-    plain = run(model, tmp_path / "plain", "a8w8", methods=RTN)
-    smooth = run(model, tmp_path / "smooth", "a8w8")
-    ids = random_tokens().ids[1::2]
-    original = float_logits(model, ids)
-    cost = {
-        name: kl(original, simulated_logits(Checkpoint.open(r.checkpoint), ids, model))
-        for name, r in (("plain", plain), ("smooth", smooth))
-    }
-    assert cost["smooth"] < cost["plain"] / 20
+    plain = quantized(model, tmp_path / "plain", "a8w8", methods=RTN)
+    smooth = quantized(model, tmp_path / "smooth", "a8w8")
+    found = (Checkpoint.open(result.checkpoint) for result in (plain, smooth))
+    (cost, _), (smoothed, _) = (losses(f, model, random_tokens().ids[1::2]) for f in found)
+    assert smoothed < cost / 20
     for row in smooth.modules:
         if row.module.endswith("down_proj"):
             assert row.output_sqnr_db is not None
@@ -189,19 +154,14 @@ def test_the_checkpoint_does_not_depend_on_the_order_of_samples(tiny_llama, tmp_
         for name, given in (("a", tokens), ("b", shuffled), ("c", tokens))
     ]
     assert results[0].smoothing == results[1].smoothing == results[2].smoothing
-    files = sorted(
-        p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file()
-    )
-    for file in files:
-        if file.name not in ("quantization.json", "recipe.yaml"):
-            content = (tmp_path / "a" / file).read_bytes()
-            assert (tmp_path / "b" / file).read_bytes() == content, file
-            assert (tmp_path / "c" / file).read_bytes() == content, file
-    assert len(files) > 8
+    a, b, c = (files(tmp_path / name) for name in "abc")
+    for name in a.keys() - {"quantization.json", "recipe.yaml"}:
+        assert a[name] == b[name] == c[name], name
+    assert len(a) > 8
 
 
 def test_only_the_cache(tiny_llama, tmp_path):
-    result = run(tiny_llama, tmp_path / "out", "c8", methods=())
+    result = quantized(tiny_llama, tmp_path / "out", "c8", methods=())
     checkpoint, source = (
         Checkpoint.open(result.checkpoint, verify=True),
         Checkpoint.open(tiny_llama),
@@ -217,7 +177,7 @@ def test_only_the_cache(tiny_llama, tmp_path):
 
 def test_cache_per_tensor_has_one_scale(tiny_llama, tmp_path):
     scheme = Scheme(kv_cache=KVCacheSpec(granularity="per_tensor"))
-    result = run(tiny_llama, tmp_path / "out", scheme, methods=())
+    result = quantized(tiny_llama, tmp_path / "out", scheme, methods=())
     statistics = Statistics.load(tmp_path / "out" / "statistics.safetensors")
     for attention, (k, v) in Checkpoint.open(result.checkpoint).kv_scales.items():
         assert k.tolist() == [torch.tensor(statistics[attention, "k_cache"].absmax).div(127)] * 2
@@ -226,7 +186,7 @@ def test_cache_per_tensor_has_one_scale(tiny_llama, tmp_path):
 
 def test_ignored_layers_stay_as_they_are(tiny_llama, tmp_path):
     pattern = r"re:model\.layers\.1\.mlp\..*"
-    result = run(tiny_llama, tmp_path / "out", ignore=("lm_head", pattern))
+    result = quantized(tiny_llama, tmp_path / "out", ignore=("lm_head", pattern))
     checkpoint, source = (
         Checkpoint.open(result.checkpoint, verify=True),
         Checkpoint.open(tiny_llama),
@@ -261,7 +221,7 @@ def test_record_recipe_and_statistics_are_beside_the_checkpoint(tiny_llama, tmp_
 
 
 def test_a_damaged_record_is_refused(tiny_llama, tmp_path):
-    run(tiny_llama, tmp_path / "out", methods=RTN)
+    quantized(tiny_llama, tmp_path / "out", methods=RTN)
     record = tmp_path / "out" / "quantization.json"
     record.write_text(record.read_text()[:-20])
     refused_checkpoint(r"quantization\.json", load_result, tmp_path / "out")
@@ -273,7 +233,7 @@ def test_clipping_observers_are_told_of(tiny_llama, tmp_path):
         input=ObserverSpec(method="percentile", percentile=99.0),
         kv_cache=ObserverSpec(method="percentile", percentile=99.0),
     )
-    result = run(tiny_llama, tmp_path / "out", methods=RTN, observers=observers)
+    result = quantized(tiny_llama, tmp_path / "out", methods=RTN, observers=observers)
     clipping = [event for event in result.events if event.kind == "clipping"]
     assert len(clipping) == 14 + 4
     entry = result.scale_table.get("model.layers.0.self_attn", "k_cache")
@@ -330,7 +290,7 @@ def test_methods_see_every_token_of_every_layer(tiny_llama, tmp_path):
 
 def test_statistics_are_those_of_the_smoothed_model(tiny_llama, tmp_path):
     """Scales in the checkpoint belong to the folded weights, not to the model as it came."""
-    result = run(tiny_llama, tmp_path / "out", "a8w8")
+    result = quantized(tiny_llama, tmp_path / "out", "a8w8")
     before = observed_work(make_plan(tiny_llama, tmp_path / "other", methods=RTN))
     smoothed = {row.source: row for row in result.smoothing if row.alpha is not None}
     row = smoothed["model.layers.0.mlp.up_proj"]
@@ -422,16 +382,15 @@ def test_a_table_grows_while_it_runs(tiny_llama, tmp_path, capsys):
     ],
 )
 def test_a_weight_that_is_not_finite_is_named(recipe, name, make_model, tmp_path):
-    source = make_model("llama", tie_word_embeddings=False)
-    shutil.copytree(source, tmp_path / "model")
-    tensors = load_file(source / "model.safetensors")
-    tensors[name].view(-1)[7] = float("nan")
-    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    def poison(tensors):
+        tensors[name].view(-1)[7] = float("nan")
+
+    model = edit_model(make_model("llama", tie_word_embeddings=False), tmp_path / "model", poison)
     settings = ["dataset.calibration.samples=2", "dataset.calibration.sequence_length=32"]
     with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity"):
         ptq.quantize(
             recipe,
-            model=tmp_path / "model",
+            model=model,
             output=tmp_path / "out",
             progress=False,
             overrides=settings,

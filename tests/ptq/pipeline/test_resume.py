@@ -28,7 +28,7 @@ from ptq.pipeline import resume, solver
 from ptq.pipeline.key import DECIDING, code_key, deciding_files, key_of, run_facts
 from ptq.pipeline.resume import ResumableRun
 from tests.families import but_in_ci
-from tests.ptq.quantizing import Stop, make_plan, random_tokens, stopped_run
+from tests.ptq.quantizing import Stop, files, make_plan, random_tokens, stopped_run
 from tests.refusals import refused_checkpoint
 from tests.test_import_order import imported_modules
 
@@ -37,14 +37,6 @@ SOLVES = {
     "a8w8c8": (SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=2), RTNSpec()),
     "w4": (GPTQSpec(), RefineSpec(iterations=3, batch=2)),
 }
-
-
-def files(checkpoint: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(checkpoint).as_posix(): path.read_bytes()
-        for path in checkpoint.rglob("*")
-        if path.is_file()
-    }
 
 
 @pytest.fixture(autouse=True)

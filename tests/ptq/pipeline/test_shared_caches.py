@@ -1,7 +1,7 @@
 """Gemma 4 and 3n quantized: blocks that read others' K and V, experts in 3-D parameters."""
 
 import json
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,12 +13,11 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
-from ptq.pipeline import resume
-from ptq.pipeline.driver import quantize_tokens
 from tests.conftest import write_random, write_tokenizer
 from tests.families import check_rounding, distance, divergence, transformers_logits
 from tests.gemma4 import ALL, LAYOUTS, TEXT, write_tiny
-from tests.ptq.quantizing import SMOOTH, make_plan, random_tokens, stopped_run
+from tests.ptq.quantizing import SMOOTH, goes_on, make_plan, random_tokens
+from tests.ptq.quantizing import quantized as run
 from tests.tiny_models import tiny_config
 
 METHODS = {"a8w8c8": SMOOTH, "w4": (RTNSpec(),), "w8": (RTNSpec(),), "c8": ()}
@@ -32,8 +31,8 @@ def made(tmp_path_factory):
 
 
 def quantized(model, out, preset, **options):
-    plan = make_plan(model, out, preset, **{"methods": METHODS[preset]} | options)
-    return Checkpoint.open(quantize_tokens(plan, random_tokens(), progress=False).checkpoint)
+    options = {"methods": METHODS[preset]} | options
+    return Checkpoint.open(run(model, out, preset, **options).checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +102,14 @@ def test_experts_are_quantized_one_by_one_and_floats_stay_as_they_lie(made, tmp_
     assert all(torch.equal(original[name], written[name]) for name in names)
 
 
-def test_a_run_goes_on_between_who_makes_and_who_reads(made, tmp_path, monkeypatch):
+def test_a_run_goes_on_between_who_makes_and_who_reads(made, tmp_path):
     """With K and V of the quantized blocks, which is what later quantized blocks read."""
-    monkeypatch.setattr(resume, "SHARE", 1e9)
     methods = (RTNSpec(), RefineSpec(iterations=3, batch=2))
-    whole = quantized(made("shared"), tmp_path / "whole", "w4", methods=methods)
-    plan = make_plan(made("shared"), tmp_path / "cut", "w4", methods=methods)
-    with stopped_run(2):
-        quantize_tokens(plan, random_tokens(), progress=False)
-    found = quantize_tokens(plan, random_tokens(), progress=False)
-    assert found.resumed_blocks == 2
-    name = next(whole.path.glob("*.safetensors")).name
-    assert (found.checkpoint / name).read_bytes() == (whole.path / name).read_bytes()
+    whole, cut = (
+        partial(run, made("shared"), tmp_path / name, "w4", methods=methods)
+        for name in ("whole", "cut")
+    )
+    goes_on(whole(), cut, saves=2)
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}

@@ -9,27 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from formats.checkpoint.read import Checkpoint
 from ptq.plan.describe import describe_prediction
 from ptq.plan.plan import Plan, Prediction, build_plan, preflight
 from ptq.recipe.reading import read_recipe
-from tests.ptq.quantizing import write_header
+from tests.ptq.quantizing import write_header, write_recipe
 from tests.refusals import refused_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
-RECIPE = """\
-model: {{path: {model}}}
-dataset:
-  calibration: {{samples: {samples}, sequence_length: {length}}}
-  evaluation: {{samples: 2, sequence_length: 32}}
-scheme: {scheme}
-methods: [{methods}]
-statistics: {{hessians: {hessians}}}
-device: {device}
-output: {{path: {output}}}
-report: {{speed: false}}
-"""
 
 
 def plan(
@@ -43,20 +32,9 @@ def plan(
     device: str = "cpu",
     hessians: bool = False,
 ) -> Plan:
-    path = folder / "r.yaml"
-    path.write_text(
-        RECIPE.format(
-            model=model,
-            output=folder / "out",
-            scheme=scheme,
-            methods=methods,
-            samples=samples,
-            length=length,
-            device=device,
-            hessians=str(hessians).lower(),
-        )
-    )
-    loaded = read_recipe(path)
+    keys = {"scheme": scheme, "methods": yaml.safe_load(f"[{methods}]"), "device": device}
+    keys |= {"statistics": {"hessians": hessians}, "output": {"path": str(folder / "out")}}
+    loaded = read_recipe(write_recipe(folder, model, samples, length, **keys))
     return build_plan(loaded.recipe, Checkpoint.open(model), loaded.where, solves=False)
 
 

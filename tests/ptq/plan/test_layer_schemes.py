@@ -1,6 +1,7 @@
 """Schemes of single layers, from the recipe to the engine."""
 
 import json
+from functools import partial
 from statistics import median
 
 import pytest
@@ -22,13 +23,13 @@ from ptq.methods.gptq import GPTQSpec
 from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
-from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.report.inspection import describe, inspect
 from tests.experts import MOE
 from tests.fake_quantized import dequantized
 from tests.families import distance
-from tests.ptq.quantizing import make_plan, observed_work, random_tokens, stopped_run
+from tests.ptq.quantizing import goes_on, make_plan, observed_work, random_tokens, tensor_bytes
+from tests.ptq.quantizing import quantized as run
 
 DOWN, FIRST = "re:.*down_proj", r"re:.*layers\.0\."
 SMOOTH = SmoothQuantSpec(alpha=0.5)
@@ -41,9 +42,8 @@ MIXED = {  # main scheme, layers, methods
 
 def quantized(model, out, kind: str, *last) -> Checkpoint:
     scheme, layers, methods = MIXED[kind]
-    made = make_plan(model, out, scheme, layers=layers, methods=(*methods, *(last or (RTNSpec(),))))
-    quantize_tokens(made, random_tokens(), progress=False)
-    return Checkpoint.open(out / "checkpoint")
+    methods = (*methods, *(last or (RTNSpec(),)))
+    return Checkpoint.open(run(model, out, scheme, layers=layers, methods=methods).checkpoint)
 
 
 def reference(model, checkpoint: Checkpoint, theirs: bool = False) -> AutoModelForCausalLM:
@@ -221,25 +221,12 @@ def test_clipping_chooses_ranges_of_static_inputs_alone(tiny_llama, tmp_path):
     assert set(clip.solved) == {name for name in work.targets if "down_proj" not in name}
 
 
-def test_a_mixture_goes_on_to_the_same_bytes_and_the_size_is_as_predicted(
-    tiny_llama, tmp_path, monkeypatch
-):
+def test_a_mixture_goes_on_to_the_same_bytes_and_the_size_is_as_predicted(tiny_llama, tmp_path):
     scheme, layers, methods = MIXED["int4 + int8"]
     plans = [
         make_plan(tiny_llama, tmp_path / n, scheme, layers=layers, methods=(*methods, GPTQSpec()))
         for n in "ab"
     ]
-    quantize_tokens(plans[0], random_tokens(), progress=False)
-    monkeypatch.setattr(resume, "SHARE", 1e9)
-    with stopped_run(by=KeyboardInterrupt):
-        quantize_tokens(plans[1], random_tokens(), progress=False)
-    assert quantize_tokens(plans[1], random_tokens(), progress=False).resumed_blocks == 1
-    a, b = (tmp_path / name / "checkpoint" for name in "ab")
-    files = [p.relative_to(a) for p in a.rglob("*.safetensors")] + ["config.json"]
-    assert all((a / path).read_bytes() == (b / path).read_bytes() for path in files)
-    checkpoint = Checkpoint.open(a)
-    tensors = sum(
-        checkpoint.tensor(name).numel() * checkpoint.dtype(name).itemsize
-        for name in checkpoint.names()
-    )
-    assert tensors == plans[0].prediction.checkpoint_bytes
+    a, b = (partial(quantize_tokens, plan, random_tokens(), progress=False) for plan in plans)
+    found = goes_on(a(), b, by=KeyboardInterrupt)
+    assert tensor_bytes(found.checkpoint) == plans[0].prediction.checkpoint_bytes

@@ -19,7 +19,7 @@ from ptq.plan.plan import Plan
 from ptq.recipe.reading import load_recipe
 from ptq.search.costs import Costs, candidates
 from ptq.search.search import usual_kl_excess
-from tests.ptq.quantizing import ACCURACY, make_plan, random_tokens, write_recipe
+from tests.ptq.quantizing import ACCURACY, make_plan, random_tokens, tensor_bytes, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,7 @@ def test_what_was_chosen_is_what_was_measured_and_predicted_in_bytes(desk):
     trial = found["trials"][found["chosen"]]
     assert len(found["trials"]) <= 2
     assert trial["kl"] == report["accuracy"]["kl_mean"]
-    checkpoint = Checkpoint.open(desk / "out" / "checkpoint")
-    tensors = sum(checkpoint.tensor(name).nbytes for name in checkpoint.names())
-    assert trial["nbytes"] == tensors
+    assert trial["nbytes"] == tensor_bytes(desk / "out" / "checkpoint")
     first = found["trials"][0]
     assert first["foretold"] == usual_kl_excess("two_sided") * first["predicted"]
     shown = (desk / "out" / "report" / "report.html").read_text()
