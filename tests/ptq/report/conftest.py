@@ -10,6 +10,8 @@ from formats.checkpoint.read import Checkpoint
 from ptq.pipeline.driver import quantize
 from ptq.plan.plan import build_plan
 from ptq.recipe.reading import load_recipe
+from ptq.recipe.schema import ThresholdsSpec
+from ptq.report.data import ReportData, check_thresholds, failure
 from ptq.report.report import Report, make_report
 from tests.ptq.quantizing import write_recipe
 
@@ -25,6 +27,19 @@ def write_smoothed(folder: Path, model: Path, **report: object) -> Path:
     output = {"path": str(folder / "out")}
     keys = {"scheme": "a8w8c8", "methods": methods, "output": output, "report": REPORT | report}
     return write_recipe(folder, model, 4, 48, **keys)
+
+
+def thresholds(data: ReportData, **limits: float) -> ReportData:
+    """A report judged by other thresholds than those of its recipe."""
+    checks = check_thresholds(ThresholdsSpec(**limits), data.accuracy)
+    failures = tuple(failure(check) for check in checks if not check.holds)
+    passed = not failures
+    return data.model_copy(update={"checks": checks, "failures": failures, "passed": passed})
+
+
+def measured(data: ReportData, **figures: object) -> ReportData:
+    """A report with other figures of accuracy."""
+    return data.model_copy(update={"accuracy": data.accuracy.model_copy(update=figures)})
 
 
 @pytest.fixture(scope="session")

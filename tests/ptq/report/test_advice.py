@@ -18,7 +18,7 @@ from ptq.report.data import ReportData
 from ptq.report.known import Known, known_figures
 from ptq.report.report import answers, change_first, in_a_line, top_of
 from ptq.report.verdict import verdict_of
-from tests.ptq.report.judging import thresholds
+from tests.ptq.report.conftest import measured, thresholds
 
 SMOLLM: dict[str, object] = {"model_type": "llama", "parameters": 135_000_000}
 
@@ -147,8 +147,7 @@ def test_the_top_answers_what_now(made):
     assert {"Careful", "Loss comes from", "Weakest layers"} < set(labels)
     for limit, light, first in ((1.5, "green", "To lose less"), (0.5, "red", "Change first")):
         data = thresholds(made.data, perplexity_ratio=limit)
-        accuracy = data.accuracy.model_copy(update={"perplexity_ratio_ci": (0.99, 1.01)})
-        data = data.model_copy(update={"accuracy": accuracy})
+        data = measured(data, perplexity_ratio_ci=(0.99, 1.01))
         assert verdict_of(data).light == light
         assert answers(data)[0][0] == first
         line = in_a_line(data)

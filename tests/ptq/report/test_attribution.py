@@ -37,6 +37,7 @@ from tests.experts import MOE
 from tests.fake_quantized import dequantized
 from tests.older_families import write_older
 from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import quantized as run
 
 SIZES = EngineConfig(max_batch_size=1, max_model_len=64)
 SMOOTHED = (
@@ -50,6 +51,12 @@ SMOOTHED = (
 
 def sequences() -> list[torch.Tensor]:
     return random_tokens(sequences=3, length=32).sequences()
+
+
+def attributed(original: Engine, quantized: Engine, moved: Engine | None = None) -> Attribution:
+    own = sequences()
+    exact = references(original, own)
+    return attribute(moved or original, quantized, own, exact, progress=False)
 
 
 def of_parts(found: Attribution) -> dict[str, float]:
@@ -71,9 +78,7 @@ def test_a_part_is_what_the_original_loses_by_it_alone(tiny_llama, make_quantize
     original = Engine.from_pretrained(tiny_llama, config=SIZES)
     rounded = make_quantized(tiny_llama, "w4")
     quantized = Engine.from_pretrained(rounded, config=SIZES)
-    found = attribute(
-        original, quantized, sequences(), references(original, sequences()), progress=False
-    )
+    found = attributed(original, quantized)
     parts = of_parts(found)
     assert list(parts) == ["q/k/v", "o", "gate/up", "down", "block 0", "block 1"]
     assert found.unrounded == 0.0
@@ -96,9 +101,7 @@ def test_a_part_is_what_the_original_loses_by_it_alone(tiny_llama, make_quantize
 def test_the_cache_is_a_part_of_its_own(tiny_llama, make_quantized):
     original = Engine.from_pretrained(tiny_llama, config=SIZES)
     quantized = Engine.from_pretrained(make_quantized(tiny_llama, "c8"), config=SIZES)
-    found = attribute(
-        original, quantized, sequences(), references(original, sequences()), progress=False
-    )
+    found = attributed(original, quantized)
     assert [part.name for part in found.kinds] == ["cache"]
     assert found.kinds[0].kl == found.whole > 0
     assert 0 < found.blocks[0].kl < 2 * found.whole
@@ -110,9 +113,7 @@ def test_what_a_runtime_without_the_cache_would_lose_is_told(tiny_llama, make_qu
     folder = make_quantized(tiny_llama, "a8w8c8")
     quantized = Engine.from_pretrained(folder, config=SIZES)
     floats = Engine.from_pretrained(folder, config=SIZES, quantized_kv=False)
-    found = attribute(
-        original, quantized, sequences(), references(original, sequences()), progress=False
-    )
+    found = attributed(original, quantized)
     lost = compare(original, floats, sequences())
     assert found.float_cache == pytest.approx(lost.kl_mean, rel=1e-3)
     assert found.float_cache != found.whole
@@ -138,9 +139,7 @@ def test_what_methods_moved_between_layers_is_moved_and_not_rounded(
     quantized = Engine.from_pretrained(result.checkpoint, config=SIZES)
     checkpoint = UnroundedCheckpoint.of_run(result.checkpoint, plan)
     unrounded = Engine(checkpoint, original.tokenizer, SIZES, original.backend, quantized_kv=False)
-    found = attribute(
-        unrounded, quantized, sequences(), references(original, sequences()), progress=False
-    )
+    found = attributed(original, quantized, unrounded)
     whole = compare(original, quantized, sequences()).kl_mean
     assert found.whole == pytest.approx(whole, rel=1e-3)
     assert found.unrounded < 0.02 * found.whole
@@ -152,11 +151,9 @@ def test_what_methods_moved_between_layers_is_moved_and_not_rounded(
 def test_blocks_of_transformers_code_are_exchanged_as_a_whole(tmp_path):
     """Whatever their layers are called: OPT has a q_proj, and no Llama's blocks."""
     folder = write_older(tmp_path / "opt", "opt")
-    plan = make_plan(folder, tmp_path / "out", methods=(RTNSpec(),))
-    written = quantize_tokens(plan, random_tokens(), progress=False).checkpoint
+    written = run(folder, tmp_path / "out", methods=(RTNSpec(),)).checkpoint
     original, quantized = (Engine.from_pretrained(p, config=SIZES) for p in (folder, written))
-    own = sequences()
-    found = attribute(original, quantized, own, references(original, own), progress=False)
+    found = attributed(original, quantized)
     assert [part.name for part in found.kinds] == ["cache"]
     assert [part.name for part in found.blocks] == ["block 0", "block 1"]
     assert 0 < max(of_parts(found).values()) < 2 * found.whole

@@ -16,6 +16,7 @@ from ptq.report.report import top_of
 from ptq.report.verdict import check_rows, verdict_of
 from ptq.result import load_result
 from tests.ptq.quantizing import random_tokens
+from tests.ptq.report.conftest import measured
 
 OWN = ("a8w8c8", "smoothquant, rtn")
 
@@ -28,29 +29,26 @@ def row(**values: object) -> Known:
 
 
 def judged(data: ReportData, known: Known, kl: float, ends: tuple[float, float] | None):
-    accuracy = data.accuracy.model_copy(update={"kl_mean": kl, "kl_mean_ci": ends})
-    check = check_known(known, accuracy)
+    data = measured(data, kl_mean=kl, kl_mean_ci=ends)
+    check = check_known(known, data.accuracy)
     failures = () if check.holds else (failure(check, known),)
-    figures = {"accuracy": accuracy, "known": known, "checks": (check,), "failures": failures}
-    return data.model_copy(update=figures | {"passed": not failures})
+    figures = {"known": known, "checks": (check,), "failures": failures, "passed": not failures}
+    return data.model_copy(update=figures)
 
 
 def test_what_bf16_rounds_by_itself_is_no_loss_of_a_scheme(made):
     """Rows of a CPU are of fp32; a GPU computes in bf16, but fp16 models in fp16."""
     noise = rounding_noise("cuda", {"dtype": "bfloat16"})
     assert rounding_noise("cpu", {}) == rounding_noise("cuda", {"torch_dtype": "float16"}) == 0
-    accuracy = made.data.accuracy.model_copy(update={"kl_mean": 0.0021, "kl_mean_ci": None})
-    plain, noisy = (check_known(row(kl=0.001), accuracy, own) for own in (0.0, noise))
+    data = measured(made.data, kl_mean=0.0021, kl_mean_ci=None)
+    plain, noisy = (check_known(row(kl=0.001), data.accuracy, own) for own in (0.0, noise))
     assert (plain.holds, noisy.holds) == (False, True)
     assert "rounding of bf16" in failure(noisy, row(kl=0.001))
-    (margin,) = verdict_of(
-        made.data.model_copy(
-            update={"accuracy": accuracy, "known": row(kl=0.001), "checks": (noisy,)}
-        )
-    ).margins
+    judged = data.model_copy(update={"known": row(kl=0.001), "checks": (noisy,)})
+    (margin,) = verdict_of(judged).margins
     assert margin.endswith("up to 2 times that and the rounding of bf16 is as expected")
     measured_there = row(kl=0.001, device="NVIDIA H100")
-    assert check_known(measured_there, accuracy, noise) == plain
+    assert check_known(measured_there, data.accuracy, noise) == plain
     assert "bf16" not in failure(plain, measured_there)
 
 

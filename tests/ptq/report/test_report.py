@@ -52,7 +52,7 @@ from ptq.report.report import (
 )
 from ptq.report.verdict import summary_rows, verdict_of
 from ptq.result import load_result
-from tests.ptq.report.judging import thresholds
+from tests.ptq.report.conftest import measured, thresholds
 from tests.refusals import refused_checkpoint, refused_request
 
 
@@ -149,8 +149,7 @@ def test_speeds_measured_beside_other_work_are_marked(made):
     ],
 )
 def test_thresholds_decide(made, limits, holds):
-    measured = {"perplexity_ratio": 1.02, "kl_mean": 0.5, "top1_agreement": 0.9}
-    data = made.data.model_copy(update={"accuracy": made.data.accuracy.model_copy(update=measured)})
+    data = measured(made.data, perplexity_ratio=1.02, kl_mean=0.5, top1_agreement=0.9)
     judged = thresholds(data, **limits)
     assert judged.passed is holds
     words = {"holds", "MISSED"} & set(Page(render_html(judged, {})).words)
@@ -332,10 +331,8 @@ def test_lossless_layers_and_equal_models_can_be_drawn(made):
     rows = tuple(row.model_copy(update=lossless) for row in made.data.quantization.modules)
     record = made.data.quantization.model_copy(update={"modules": rows})
     zero = {f"kl_{name}": 0.0 for name in ("mean", "p50", "p90", "p99", "max")}
-    accuracy = made.data.accuracy.model_copy(
-        update=zero | {"perplexity_ratio_ci": None, "perplexity_original_ci": None}
-    )
-    data = made.data.model_copy(update={"quantization": record, "accuracy": accuracy})
+    data = made.data.model_copy(update={"quantization": record})
+    data = measured(data, **zero, perplexity_ratio_ci=None, perplexity_original_ci=None)
     assert all(svg.endswith("</svg>\n") for panels in draw_plots(data).values() for svg in panels)
 
 
@@ -470,10 +467,9 @@ def test_runs_of_one_model_compare(made, tmp_path, capsys):
     ],
 )
 def test_the_verdict_tells_chance_from_loss(made, ends, limit, light, doubted):
-    figures = {"perplexity_ratio": 1.015, "perplexity_ratio_ci": ends}
-    accuracy = made.data.accuracy.model_copy(update=figures | {"sequences": 64, "tokens": 30_000})
-    data = thresholds(made.data.model_copy(update={"accuracy": accuracy}), perplexity_ratio=limit)
-    verdict = verdict_of(data)
+    figures = {"perplexity_ratio": 1.015, "sequences": 64, "tokens": 30_000}
+    data = measured(made.data, perplexity_ratio_ci=ends, **figures)
+    verdict = verdict_of(thresholds(data, perplexity_ratio=limit))
     assert verdict.light == light
     assert verdict.headline.lower().startswith(light)
     assert bool(verdict.doubts) is doubted
@@ -498,8 +494,7 @@ def test_few_tokens_are_a_doubt_whatever_they_say(made):
 def test_an_original_that_does_not_know_the_text_is_a_doubt(made):
     """As where its tokenizer was converted without its BOS token."""
     for perplexity, doubted in ((20.4, False), (30_510.0, True)):
-        accuracy = made.data.accuracy.model_copy(update={"perplexity_original": perplexity})
-        data = made.data.model_copy(update={"accuracy": accuracy})
+        data = measured(made.data, perplexity_original=perplexity)
         assert ("a perplexity of 30,510" in " ".join(verdict_of(data).doubts)) is doubted
         assert ("Careful: the original itself" in in_a_line(data)) is doubted
 
