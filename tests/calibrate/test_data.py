@@ -137,15 +137,28 @@ def test_padding_is_masked_and_leaves_no_trace(tokenizer, tmp_path):
     assert type(tokens)(wider, mask, "s", "calibration").fingerprint == tokens.fingerprint
 
 
-def test_chats_are_rendered_by_the_template(tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("template", "variables", "rendered"),
+    [
+        (ROLES, {}, "[user]hello"),
+        (
+            "{% for m in messages %}{{ mood }} {{ m.content }}{% endfor %}",
+            {"mood": "kindly"},
+            "kindly hello",
+        ),
+    ],
+)
+def test_chats_are_rendered_by_the_template(
+    template, variables, rendered, tokenizer, tmp_path, monkeypatch
+):
     answer = {"role": "assistant", "content": "x"}
     asked = [{"role": "user", "content": f"hello {i}"} for i in range(40)]
     write_rows(tmp_path / "c.jsonl", [{"messages": [own, answer]} for own in asked])
-    spec = small(name="c.jsonl", messages_column="messages")
+    spec = small(name="c.jsonl", messages_column="messages", chat_template_kwargs=variables)
     refused_recipe("no chat template", load_tokens, spec, tokenizer, "calibration", tmp_path)
-    monkeypatch.setattr(tokenizer, "chat_template", ROLES)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     tokens = load_tokens(spec, tokenizer, "calibration", tmp_path)
-    assert "[user]hello" in tokenizer.decode(tokens.ids.flatten())
+    assert rendered in tokenizer.decode(tokens.ids.flatten())
 
 
 def test_sharegpt_rows_give_the_tokens_of_their_messages(tokenizer, tmp_path, monkeypatch):
@@ -240,18 +253,6 @@ def test_what_a_folder_is_read_for(tmp_path):
 def test_files_of_text_have_no_columns(tmp_path):
     (tmp_path / "about.txt").write_text("words")
     assert guess_columns(tmp_path / "about.txt") == {}
-
-
-def test_the_templates_variables(tokenizer, tmp_path, monkeypatch):
-    rows = [{"messages": [{"role": "user", "content": f"hello {i}"}]} for i in range(40)]
-    write_rows(tmp_path / "c.jsonl", rows)
-    template = "{% for m in messages %}{{ mood }} {{ m.content }}{% endfor %}"
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    spec = small(
-        name="c.jsonl", messages_column="messages", chat_template_kwargs={"mood": "kindly"}
-    )
-    tokens = load_tokens(spec, tokenizer, "calibration", tmp_path)
-    assert "kindly hello" in tokenizer.decode(tokens.ids.flatten())
 
 
 def test_special_tokens_are_added_to_documents_but_not_to_chats(tiny_llama, tmp_path):

@@ -1,4 +1,4 @@
-"""Blocks of models that no family declares run in calibration as transformers runs them."""
+"""Blocks of models that no family declares, and of old ones, run as transformers runs them."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.modeling.layers import structure_of
 from tests.calibrate.test_stream import open_stream
 from tests.families import distance
+from tests.older_families import OLDER, write_older
 from tests.ptq.quantizing import random_tokens
 from tests.undeclared import UNDECLARED
 
@@ -52,3 +53,21 @@ def test_attention_and_embeddings_of_all_kinds(make_model, monkeypatch, kind):
     monkeypatch.setattr("formats.families.registry.BY_TYPE", {})
     found, wanted = run_blocks(make_model(kind, **ODD[kind]), random_tokens().sequences()[1])
     assert distance(found, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_blocks_of_older_families_are_those_of_transformers(tmp_path, name):
+    ids, seen = random_tokens().sequences()[1], []
+    stream = open_stream(write_older(tmp_path, name), [ids])
+    structure = structure_of(Checkpoint.open(tmp_path).config)
+    for index in range(len(stream.blocks)):
+        block = stream.load(index)
+        block.run(0, on_kv=lambda k, v: seen.append((tuple(k.shape), tuple(v.shape))))
+        stream.advance(block)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    norm, site = model.get_submodule(structure.norm), structure.blocks[0].attention
+    with torch.no_grad():
+        found = model.get_output_embeddings()(norm(stream.inputs[0]))
+        assert distance(found, model(ids[None]).logits[0]) < 1e-4
+    shape = (len(ids), site.kv_heads)
+    assert seen == [((*shape, site.key_size), (*shape, site.value_size))] * 2

@@ -1,4 +1,4 @@
-"""Workers on several devices: order, shares, interrupts."""
+"""Workers on several devices: order, shares, interrupts; tensors that are read ahead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from calibrate.transfers import RUNS
-from calibrate.workers import InTurn, Task, Workers, samples_of, shares
+from calibrate.workers import InTurn, ReadAhead, Task, Workers, samples_of, shares
+from formats.errors import CheckpointError
 
 CPU = torch.device("cpu")
 
@@ -78,3 +79,27 @@ def test_every_sample_is_taken_once(count, workers):
     assert all(each == sorted(each) for each in taken)
     if count >= RUNS:
         assert max(map(len, taken)) <= -(-RUNS // workers) * -(-count // RUNS)
+
+
+def test_what_is_expected_is_read_once_and_handed_out(monkeypatch):
+    """As it is where it is read when it is asked for."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # which needs a GPU
+    read: list[str] = []
+
+    def reader(name: str) -> torch.Tensor:
+        read.append(name)
+        if name == "gone":
+            raise CheckpointError("gone is missing")
+        return torch.full((2,), float(len(name)))
+
+    ahead = ReadAhead(reader)
+    ahead.expect(["a", "bb", "gone"])
+    assert ahead("bb").tolist() == [2, 2]
+    assert ahead("ccc").tolist() == [3, 3]
+    assert sorted(read) in (["a", "bb", "ccc"], ["a", "bb", "ccc", "gone"])
+    with pytest.raises(CheckpointError, match="gone is missing"):
+        ahead("gone")
+    ahead.expect(["bb"])  # a is forgotten
+    ahead("a")
+    ahead("bb")
+    assert (read.count("a"), read.count("bb")) == (2, 2)

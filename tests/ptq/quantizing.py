@@ -47,6 +47,10 @@ from ptq.result import QuantizationResult
 SomeMethod = TypeVar("SomeMethod", bound=Method)
 ACCURACY = {"speed": False, "attribution": False, "completions": 0}  # of a report, alone
 SPLITS = ("calibration", "evaluation")
+FEW = (
+    *(f"dataset.{split}={{samples: 2, sequence_length: 32}}" for split in SPLITS),
+    *("report.speed=false", "report.attribution=false", "report.completions=0"),
+)
 SMOOTH = (SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=3), RTNSpec())
 DATA = DatasetSpec(
     calibration=SplitSpec(samples=8, sequence_length=64),
@@ -107,6 +111,11 @@ def write_recipe(
     return folder / "r.yaml"
 
 
+def settings(*more: str) -> list[str]:
+    """Words of a command: two short samples for each split, accuracy alone, and more settings."""
+    return [word for one in (*FEW, *more) for word in ("--set", one)]
+
+
 def write_header(folder: Path) -> None:
     """The file of a model's weights without its bytes: a hole as long as they are."""
     config = AutoConfig.from_pretrained(folder)
@@ -144,6 +153,11 @@ def quantized(model: Path, output: Path, *given, **named) -> QuantizationResult:
     return quantize_tokens(
         make_plan(model, output, *given, **named), random_tokens(), progress=False
     )
+
+
+def opened(*given, **named) -> Checkpoint:
+    """The checkpoint, verified, of such a run."""
+    return Checkpoint.open(quantized(*given, **named).checkpoint, verify=True)
 
 
 IDS = torch.arange(1, 90) * 7 % 384

@@ -16,6 +16,7 @@ from formats.errors import CheckpointError, RequestError
 from ptq.commands import inspect as command
 from ptq.commands import run
 from ptq.report.inspection import describe, inspect, outlier_row, weight_outliers
+from tests.ptq.quantizing import settings
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +149,7 @@ def test_no_outliers_at_all_is_refused(quantized):
 @pytest.mark.usefixtures("unpictured")
 def test_a_checkpoint_for_this_runtime_alone_says_so(make_model, make_quantized, tmp_path, capsys):
     """When it is written, in its card and in `inspect`, with what makes one for others."""
-    base = ["a8w8", "--quiet", "--set", "ignore=[]", "--set", f"model.path={make_model('llama')}"]
-    base += ["--set", "dataset.calibration.samples=2", "--set", "dataset.evaluation.samples=2"]
-    base += ["--set", "dataset.calibration.sequence_length=32"]
-    base += ["--set", "dataset.evaluation.sequence_length=32", "--set", "report.speed=null"]
+    base = ["a8w8", "--quiet", *settings("ignore=[]", f"model.path={make_model('llama')}")]
     for name, more in (("tied", []), ("untied", ["--set", "methods=[untie, rtn]"])):
         run.main([*base, *more, "--output", str(tmp_path / name)])
         told = capsys.readouterr().out

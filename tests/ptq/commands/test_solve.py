@@ -30,7 +30,14 @@ from ptq.plan import footprint
 from ptq.plan.plan import build_plan
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import ModelSpec, ObserversSpec, OutputSpec, StatisticsSpec
-from tests.ptq.quantizing import add_outliers, edit_model, make_plan, observed_work, random_tokens
+from tests.ptq.quantizing import (
+    add_outliers,
+    edit_model,
+    make_plan,
+    observed_work,
+    quantized,
+    random_tokens,
+)
 from tests.refusals import refused_checkpoint, refused_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,10 +50,14 @@ AVERAGED = ObserverSpec(method="averaged_absmax")
 @pytest.fixture(scope="module")
 def seen(tiny_llama, tmp_path_factory) -> Artifact:
     """A run that keeps everything."""
-    output = tmp_path_factory.mktemp("seen") / "run"
-    plan = make_plan(tiny_llama, output, methods=RTN, statistics=StatisticsSpec(hessians=True))
-    quantize_tokens(plan, random_tokens(), progress=False)
-    return Artifact.load(output)
+    statistics = StatisticsSpec(hessians=True)
+    return ran(tiny_llama, tmp_path_factory.mktemp("seen"), methods=RTN, statistics=statistics)
+
+
+def ran(model: Path, folder: Path, *given, **named) -> Artifact:
+    """A run in a folder of what `make_plan` makes of the others, as it is kept."""
+    quantized(model, folder / "run", *given, **named)
+    return Artifact.load(folder / "run")
 
 
 def files(result) -> list[bytes]:
@@ -68,12 +79,11 @@ def files(result) -> list[bytes]:
     ],
 )
 def test_it_equals_a_run_of_its_own(seen, tiny_llama, tmp_path, scheme, methods, observers):
-    plans = [
-        make_plan(tiny_llama, tmp_path / name, scheme, methods=methods, observers=observers)
-        for name in ("run", "solved")
-    ]
-    run = quantize_tokens(plans[0], random_tokens(), progress=False)
-    solved = solve(plans[1], seen, progress=False)
+    options = {"methods": methods, "observers": observers}
+    run = quantized(tiny_llama, tmp_path / "run", scheme, **options)
+    solved = solve(
+        make_plan(tiny_llama, tmp_path / "solved", scheme, **options), seen, progress=False
+    )
     assert files(solved) == files(run)
     scales = [
         [e.model_copy(update={"sqnr_db": None}) for e in r.scale_table.entries]
@@ -131,13 +141,10 @@ def test_every_shipped_recipe_is_solved_again_from_its_run(name, tiny_llama, tmp
 def test_what_searches_found_is_taken_with_what_was_seen_after_it(
     tiny_llama, tmp_path, methods, observers
 ):
-    run, solved = (
-        make_plan(tiny_llama, tmp_path / name, methods=methods, observers=observers)
-        for name in ("run", "solved")
-    )
-    expected = quantize_tokens(run, random_tokens(), progress=False)
+    options = {"methods": methods, "observers": observers}
+    expected = quantized(tiny_llama, tmp_path / "run", **options)
     artifact = Artifact.load(tmp_path / "run")
-    found = solve(solved, artifact, progress=False)
+    found = solve(make_plan(tiny_llama, tmp_path / "solved", **options), artifact, progress=False)
     assert files(found) == files(expected)
     again = Artifact.load(tmp_path / "solved")
     assert again.statistics == artifact.statistics
@@ -146,9 +153,7 @@ def test_what_searches_found_is_taken_with_what_was_seen_after_it(
 
 def test_factors_hold_for_another_scheme_and_ranges_do_not(tiny_llama, tmp_path):
     smooth, clip = SmoothQuantSpec(search_samples=2), ClipSpec(search_samples=2)
-    run = make_plan(tiny_llama, tmp_path / "run", methods=(smooth, clip, RTNSpec()))
-    quantize_tokens(run, random_tokens(), progress=False)
-    artifact = Artifact.load(tmp_path / "run")
+    artifact = ran(tiny_llama, tmp_path, methods=(smooth, clip, RTNSpec()))
     other = make_plan(tiny_llama, tmp_path / "a8w4", "a8w4", methods=(smooth, RTNSpec()))
     solved = solve(other, artifact, progress=False)
     assert solved.smoothing == artifact.record.smoothing
@@ -178,12 +183,12 @@ def test_a_float_block_gets_the_factors_of_a_finished_run(tiny_llama, tmp_path):
 
 def test_large_second_moments_are_kept_where_they_are_asked_for(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.setattr(footprint, "KEPT_MOMENTS", 1000)
+    artifact = ran(tiny_llama, tmp_path, "w4", methods=(GPTQSpec(),))
     plan = make_plan(tiny_llama, tmp_path / "run", "w4", methods=(GPTQSpec(),))
-    quantize_tokens(plan, random_tokens(), progress=False)
     with pytest.raises(
         RecipeError, match=r"keeps those that its methods use where .*hessians=true"
     ):
-        solve(plan, Artifact.load(tmp_path / "run"), force=True, progress=False)
+        solve(plan, artifact, force=True, progress=False)
 
 
 def test_smoothing_follows_from_maxima(seen, tiny_llama, tmp_path):
@@ -193,9 +198,7 @@ def test_smoothing_follows_from_maxima(seen, tiny_llama, tmp_path):
     solved = solve(plan, seen, progress=False)
     assert {row.alpha for row in solved.smoothing} == {0.7}
     assert {row.error for row in solved.smoothing} == {None}
-    again = quantize_tokens(
-        make_plan(tiny_llama, tmp_path / "run", methods=methods), random_tokens(), progress=False
-    )
+    again = quantized(tiny_llama, tmp_path / "run", methods=methods)
     kept = [row.source for row in again.smoothing if row.alpha is None]  # a run may decide not to
     stored, expected = (load_file(r.checkpoint / "model.safetensors") for r in (solved, again))
     compared = 0
@@ -238,20 +241,17 @@ def test_what_needs_samples_is_refused_all_at_once(seen, tiny_llama, tmp_path):
 
 
 def test_what_a_run_did_not_keep_is_refused_with_the_setting(tiny_llama, tmp_path):
-    lean = make_plan(tiny_llama, tmp_path / "lean", "w8", methods=RTN)
-    quantize_tokens(lean, random_tokens(), progress=False)
+    lean = ran(tiny_llama, tmp_path / "lean", "w8", methods=RTN)
     plan = make_plan(tiny_llama, tmp_path / "out", "w4", methods=(GPTQSpec(),))
     with pytest.raises(RecipeError) as caught:
-        solve(plan, Artifact.load(tmp_path / "lean"), progress=False)
+        solve(plan, lean, progress=False)
     assert "statistics.hessians=true" in str(caught.value)
     assert "statistics.histograms=true" in str(caught.value)
-    kept = make_plan(
-        tiny_llama, tmp_path / "kept", "w8", methods=RTN, statistics=StatisticsSpec(histograms=True)
-    )
-    quantize_tokens(kept, random_tokens(), progress=False)
+    statistics = StatisticsSpec(histograms=True)
+    kept = ran(tiny_llama, tmp_path / "kept", "w8", methods=RTN, statistics=statistics)
     observers = ObserversSpec(kv_cache=PERCENTILE)
     plan = make_plan(tiny_llama, tmp_path / "out", "c8", methods=(), observers=observers)
-    solve(plan, Artifact.load(tmp_path / "kept"), progress=False)
+    solve(plan, kept, progress=False)
 
 
 def test_another_model_and_damage_are_refused(seen, tiny_llama, tmp_path):

@@ -6,15 +6,11 @@ import pytest
 
 import ptq
 from formats.errors import RecipeError
+from tests.ptq.quantizing import FEW
 
 pytest.importorskip("gguf", reason="the extra `gguf`")
 
-SMALL = (
-    "dataset.calibration={samples: 2, sequence_length: 32}",
-    "dataset.evaluation={samples: 2, sequence_length: 32}",
-    "scheme.weights.group_size=32",
-    "output.format=gguf",
-)
+SMALL = (*FEW, "scheme.weights.group_size=32", "output.format=gguf")
 
 
 def test_the_file_is_that_of_convert(tmp_path, tiny_llama, monkeypatch):

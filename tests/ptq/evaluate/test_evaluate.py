@@ -22,6 +22,7 @@ from ptq.evaluate.figures import Metric, recovery
 from ptq.evaluate.local_tasks import FUNCTIONS, passes
 from ptq.recipe.own_model import shipped_paths
 from tests.adapters import write_adapter
+from tests.ptq.quantizing import settings
 from tests.refusals import refused_request
 
 MODEL = shipped_paths()["w4_gptq"].parent / "tiny-python"
@@ -286,19 +287,8 @@ def test_the_command_names_what_is_missing(monkeypatch, capsys):
 @pytest.mark.usefixtures("unpictured")
 def test_a_report_tells_of_the_tasks_that_its_recipe_names(tmp_path, capsys):
     words = ["run", "w8_rtn", "--output", str(tmp_path / "out"), "--quiet"]
-    for setting in (
-        "report.tasks=[python_choice]",
-        "report.task_items=4",
-        "report.speed=false",
-        "report.attribution=false",
-        "report.completions=0",
-        "dataset.calibration.samples=2",
-        "dataset.calibration.sequence_length=32",
-        "dataset.evaluation.samples=2",
-        "dataset.evaluation.sequence_length=32",
-    ):
-        words += ["--set", setting]
-    assert cli.main(words) == 0
+    few = settings("report.tasks=[python_choice]", "report.task_items=4")
+    assert cli.main([*words, *few]) == 0
     page = (tmp_path / "out/report/report.md").read_text()
     assert "Standard tasks" in page
     (row,) = json.loads((tmp_path / "out/report/report.json").read_text())["tasks"]

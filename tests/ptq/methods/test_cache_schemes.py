@@ -23,6 +23,7 @@ from tests.ptq.quantizing import (
     divergence,
     edit_model,
     make_plan,
+    opened,
     quantized,
     random_tokens,
     scored,
@@ -77,10 +78,7 @@ def test_fp8_keys_less_their_means_lose_less(make_model, tmp_path, granularity):
     lost, exact = [], scored(model)
     for centred in (False, True):
         spec = KVCacheSpec(dtype="fp8_e4m3", granularity=granularity, center_keys=centred)
-        checkpoint = Checkpoint.open(
-            quantized(model, tmp_path / str(centred), Scheme(kv_cache=spec), methods=()).checkpoint,
-            verify=True,
-        )
+        checkpoint = opened(model, tmp_path / str(centred), Scheme(kv_cache=spec), methods=())
         assert checkpoint.scheme.kv_cache == spec
         assert len(checkpoint.kv_offsets) == 2 * centred
         found = scored(checkpoint.path)
@@ -103,8 +101,8 @@ def test_finer_scales_of_k_lose_less(make_model, tmp_path):
     source, ratios = edit_model(make_model("llama", seed=3), tmp_path / "model", change), {}
     for granularity in ("per_head", "per_channel"):
         spec = KVCacheSpec(granularity=granularity)
-        result = quantized(source, tmp_path / granularity, Scheme(kv_cache=spec), methods=())
-        ratios[granularity] = divergence(scored(source), scored(result.checkpoint))
+        checkpoint = opened(source, tmp_path / granularity, Scheme(kv_cache=spec), methods=())
+        ratios[granularity] = divergence(scored(source), scored(checkpoint.path))
     assert ratios["per_channel"] < 0.7 * ratios["per_head"]
 
 
@@ -112,9 +110,9 @@ def test_weights_alone_take_a_cache_with_them(tiny_llama, tmp_path):
     spec = WeightSpec(dtype="int4", granularity="group", group_size=64, symmetric=False)
     scheme = Scheme(weights=spec, kv_cache=KVCacheSpec(dtype="fp8_e4m3", center_keys=True))
     assert scheme.wac == "w4cf8_g64_asymmetric"
-    result = quantized(tiny_llama, tmp_path / "out", scheme, methods=(RTNSpec(scale="mse"),))
-    assert Checkpoint.open(result.checkpoint).scheme == scheme
-    text = Engine.from_pretrained(result.checkpoint).generate(
+    checkpoint = opened(tiny_llama, tmp_path / "out", scheme, methods=(RTNSpec(scale="mse"),))
+    assert checkpoint.scheme == scheme
+    text = Engine.from_pretrained(checkpoint.path).generate(
         ["def f"], SamplingParams(max_tokens=4, ignore_eos=True)
     )[0]
     assert len(text.token_ids) == 4

@@ -27,6 +27,7 @@ from tests.ptq.quantizing import (
     goes_on,
     make_plan,
     observed_work,
+    opened,
     quantized,
     random_tokens,
     solved,
@@ -146,8 +147,7 @@ def test_outliers_of_the_experts_input_are_smoothed_in_the_checkpoint(make_model
 
     model = edit_model(make_model("mixtral", **MOE["mixtral"]), tmp_path / "outliers", change)
     methods = (SmoothQuantSpec(alphas=(0.8,), search_samples=2), RTNSpec())
-    result = quantized(model, tmp_path / "out", "a8w8", methods=methods)
-    before, after = Checkpoint.open(model), Checkpoint.open(result.checkpoint)
+    before, after = Checkpoint.open(model), opened(model, tmp_path / "out", "a8w8", methods=methods)
     for block in ("model.layers.0", "model.layers.1"):
         names = f"{block}.post_attention_layernorm.weight", f"{block}.block_sparse_moe.gate.weight"
         (norm, router), (old_norm, old_router) = (

@@ -87,16 +87,17 @@ def test_the_function_stays(make_model, tmp_path, family, scheme):
         assert torch.equal(work.module(module).get_parameter(leaf), tensor.float())
 
 
-@pytest.mark.parametrize("granularity", ["per_head", "per_token_head"])
-def test_alone_it_spares_the_cache_and_others_open_the_checkpoint(
-    tiny_llama, tmp_path, granularity
-):
+@pytest.mark.parametrize(
+    "spec", [KVCacheSpec(), KVCacheSpec(granularity="per_token_head"), PRESETS["c4"].kv_cache]
+)
+def test_alone_it_spares_the_cache_and_others_open_the_checkpoint(tiny_llama, tmp_path, spec):
     model = edit_model(tiny_llama, tmp_path / "model", plant)
-    scheme, found = Scheme(kv_cache=KVCacheSpec(granularity=granularity)), {}
+    scheme, found = Scheme(kv_cache=spec), {}
     for name, methods in {"plain": (), "smooth": (SmoothKSpec(),)}.items():
         result = quantized(model, tmp_path / name, scheme, methods=methods)
         found[name] = divergence(scored(model), scored(result.checkpoint))
     assert found["smooth"] < 0.7 * found["plain"]
+    assert {row.alpha for row in result.smoothing} != {None}
     assert {row.source for row in result.smoothing} == {
         f"model.layers.{i}.self_attn.k_proj" for i in range(2)
     }
@@ -191,15 +192,6 @@ def test_turned_keys_are_left_alone_where_no_sample_shows_queries(tiny_llama, tm
     (row,) = work.smoothing
     assert row.alpha is None
     assert method.factors is None
-
-
-def test_an_int4_cache_loses_less(tiny_llama, tmp_path):
-    model, found = edit_model(tiny_llama, tmp_path / "model", plant), {}
-    for name, methods in {"plain": (), "smooth": (SmoothKSpec(),)}.items():
-        result = quantized(model, tmp_path / name, PRESETS["c4"], methods=methods)
-        found[name] = divergence(scored(model), scored(result.checkpoint))
-    assert found["smooth"] < 0.7 * found["plain"]
-    assert {row.alpha for row in result.smoothing} != {None}
 
 
 def test_a_mean_that_the_cache_subtracts_decides_nothing(make_model, tmp_path):

@@ -25,7 +25,7 @@ from ptq.methods.refine import Adjustable, RefineSpec
 from ptq.methods.rtn import RTNSpec
 from tests.experts import MOE
 from tests.ptq.plan.test_layer_schemes import reference, usual_distance
-from tests.ptq.quantizing import make_plan, observed_work, quantized
+from tests.ptq.quantizing import make_plan, observed_work, opened
 
 GROUPS = WeightSpec(dtype="int4", granularity="group", group_size=32, two_level=True)
 PLAIN = GROUPS.model_copy(update={"two_level": False})
@@ -111,30 +111,24 @@ def test_a_search_is_the_best_of_its_units_and_multiples(search) -> None:
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_every_method_keeps_two_levels(kind, tiny_llama, tmp_path) -> None:
-    result = quantized(tiny_llama, tmp_path, SCHEME, methods=METHODS[kind])
-    checkpoint = Checkpoint.open(result.checkpoint, verify=True)
+    checkpoint = opened(tiny_llama, tmp_path, SCHEME, methods=METHODS[kind])
     assert checkpoint.scheme == SCHEME
     for name, scale in layers_of(checkpoint).items():
         assert scale.shape[1] in (4, 8)
         assert two_level(scale) is not None, name
     if kind == "refine":
-        before = layers_of(
-            Checkpoint.open(
-                quantized(tiny_llama, tmp_path / "rtn", SCHEME, methods=(RTNSpec(),)).checkpoint
-            )
-        )
+        before = layers_of(opened(tiny_llama, tmp_path / "rtn", SCHEME, methods=(RTNSpec(),)))
         assert any(not torch.equal(s, before[name]) for name, s in layers_of(checkpoint).items())
 
 
 def test_experts_and_fused_layers(make_model, tmp_path) -> None:
     model = make_model("mixtral", **MOE["mixtral"])
-    result = quantized(model, tmp_path, SCHEME, methods=(GPTQSpec(),))
-    checkpoint = Checkpoint.open(result.checkpoint)
+    checkpoint = opened(model, tmp_path, SCHEME, methods=(GPTQSpec(),))
     assert sum(".experts." in name for name in checkpoint.quantized_modules) >= 12
     for scale in layers_of(checkpoint).values():
         assert two_level(scale) is not None
     ids = torch.arange(40) % 384
-    assert torch.isfinite(Engine.from_pretrained(result.checkpoint).score(ids)).all()
+    assert torch.isfinite(Engine.from_pretrained(checkpoint.path).score(ids)).all()
 
 
 def test_refinement_that_moved_nothing_is_the_layer_itself(tiny_llama, tmp_path) -> None:
@@ -155,11 +149,7 @@ def test_refinement_that_moved_nothing_is_the_layer_itself(tiny_llama, tmp_path)
 @pytest.fixture(scope="module")
 def made(tiny_llama, tmp_path_factory):
     """A checkpoint with scales of two levels."""
-    return Checkpoint.open(
-        quantized(
-            tiny_llama, tmp_path_factory.mktemp("two"), SCHEME, methods=(GPTQSpec(),)
-        ).checkpoint
-    )
+    return opened(tiny_llama, tmp_path_factory.mktemp("two"), SCHEME, methods=(GPTQSpec(),))
 
 
 def test_layers_run_as_one_sum_of_integers(made) -> None:
@@ -259,11 +249,7 @@ def test_other_software_takes_the_configuration(made) -> None:
 @pytest.mark.parametrize("target", ["gptq", "awq"])
 def test_other_layouts_hold_the_same_scales(target, tiny_llama, tmp_path) -> None:
     """In fp16, exactly; of the two levels they tell no more than the scales do."""
-    source = Checkpoint.open(
-        quantized(
-            tiny_llama, tmp_path / "run", Scheme(weights=GROUPS), methods=(RTNSpec(),)
-        ).checkpoint
-    )
+    source = opened(tiny_llama, tmp_path / "run", Scheme(weights=GROUPS), methods=(RTNSpec(),))
     assert convert(source.path, tmp_path / "out", target).scale_rounding == 0.0
     convert(tmp_path / "out", tmp_path / "back", "compressed_tensors")
     back = Checkpoint.open(tmp_path / "back")

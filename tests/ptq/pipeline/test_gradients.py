@@ -20,7 +20,7 @@ from ptq.pipeline.artifact import FISHER_FOLDER, Artifact
 from ptq.pipeline.resume import ResumableRun
 from ptq.plan import modules
 from ptq.recipe.schema import StatisticsSpec
-from tests.ptq.quantizing import Stop, make_plan, random_tokens
+from tests.ptq.quantizing import Stop, make_plan, quantized, random_tokens
 
 
 @pytest.fixture
@@ -39,8 +39,7 @@ def seen(monkeypatch) -> dict[str, FisherFactors]:
 
 
 def quantize(model: Path, output: Path, scheme: str = "w4", methods: tuple = (GPTQSpec(),), **keys):
-    plan = make_plan(model, output, scheme, methods=methods, **keys)
-    return pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    return quantized(model, output, scheme, methods=methods, **keys)
 
 
 def test_factors_are_found_and_kept(tiny_llama, tmp_path, seen):
@@ -153,8 +152,7 @@ def test_pieces_of_a_head_share_its_factors(tiny_llama, tmp_path, seen, monkeypa
     costs: dict[str, float] = {}
 
     def solve(output: Path) -> Artifact:
-        layers = {"lm_head": "w4"}
-        result = quantize(tiny_llama, output, ignore=(), layers=layers)
+        result = quantize(tiny_llama, output, ignore=(), layers={"lm_head": "w4"})
         assert result.blocks[-1].block == "lm_head"
         return Artifact.load(output)
 
@@ -172,13 +170,7 @@ def test_pieces_of_a_head_share_its_factors(tiny_llama, tmp_path, seen, monkeypa
     monkeypatch.setattr(modules, "PIECE", 256 * 128)
     solve(tmp_path / "cut")
     assert costs.pop("lm_head") == pytest.approx(total, rel=1e-6)
-    plan = make_plan(
-        tiny_llama,
-        tmp_path / "solved",
-        "w4",
-        methods=(GPTQSpec(),),
-        ignore=(),
-        layers={"lm_head": "w4"},
-    )
+    options = {"methods": (GPTQSpec(),), "ignore": (), "layers": {"lm_head": "w4"}}
+    plan = make_plan(tiny_llama, tmp_path / "solved", "w4", **options)
     pipeline.solve(plan, whole, progress=False)
     assert costs["lm_head"] == pytest.approx(total, rel=1e-6)

@@ -30,6 +30,7 @@ from ptq.result import load_result
 from tests.families import divergence
 from tests.ptq.plan.test_layer_schemes import reference
 from tests.ptq.quantizing import (
+    FEW,
     add_outliers,
     edit_model,
     files,
@@ -386,12 +387,11 @@ def test_a_weight_that_is_not_finite_is_named(recipe, name, make_model, tmp_path
         tensors[name].view(-1)[7] = float("nan")
 
     model = edit_model(make_model("llama", tie_word_embeddings=False), tmp_path / "model", poison)
-    settings = ["dataset.calibration.samples=2", "dataset.calibration.sequence_length=32"]
     with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity"):
         ptq.quantize(
             recipe,
             model=model,
             output=tmp_path / "out",
             progress=False,
-            overrides=settings,
+            overrides=FEW,
         )

@@ -28,8 +28,14 @@ from ptq.report.inspection import describe, inspect
 from tests.experts import MOE
 from tests.fake_quantized import dequantized
 from tests.families import distance
-from tests.ptq.quantizing import goes_on, make_plan, observed_work, random_tokens, tensor_bytes
-from tests.ptq.quantizing import quantized as run
+from tests.ptq.quantizing import (
+    goes_on,
+    make_plan,
+    observed_work,
+    opened,
+    random_tokens,
+    tensor_bytes,
+)
 
 DOWN, FIRST = "re:.*down_proj", r"re:.*layers\.0\."
 SMOOTH = SmoothQuantSpec(alpha=0.5)
@@ -43,7 +49,7 @@ MIXED = {  # main scheme, layers, methods
 def quantized(model, out, kind: str, *last) -> Checkpoint:
     scheme, layers, methods = MIXED[kind]
     methods = (*methods, *(last or (RTNSpec(),)))
-    return Checkpoint.open(run(model, out, scheme, layers=layers, methods=methods).checkpoint)
+    return opened(model, out, scheme, layers=layers, methods=methods)
 
 
 def reference(model, checkpoint: Checkpoint, theirs: bool = False) -> AutoModelForCausalLM:

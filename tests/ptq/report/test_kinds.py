@@ -11,6 +11,7 @@ from ptq import cli
 from ptq.report.data import ReportData
 from ptq.report.report import render_markdown, top_of
 from ptq.report.verdict import verdict_of
+from tests.ptq.quantizing import settings
 from tests.ptq.report.conftest import write_smoothed
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -71,11 +72,8 @@ def test_plan_and_run_say_what_was_taken_and_what_speaks_against_it(here, ran, c
     assert out.count(WARNING) == 1
     assert "also         " in out
     words = [str(here / "model"), "--scheme", "w8", "--data", str(here / "rows.jsonl")]
-    settings = [f"dataset.{split}.{key}={value}" for split in ("calibration", "evaluation") for key, value in (("samples", 2), ("sequence_length", 32))]  # fmt: skip
-    settings += ["report.speed=false", "report.attribution=false", "report.completions=0"]
-    given = [word for setting in settings for word in ("--set", setting)]
     output = ["--output", str(here / "chats"), "--quiet"]
-    assert cli.main(["quantize", *words, *given, *output]) in (0, 1)
+    assert cli.main(["quantize", *words, *settings(), *output]) in (0, 1)
     out = capsys.readouterr().out
     assert out.count("rows.jsonl: chats of the column 'dialogue'") == 1
     assert out.count("1 of 100 documents are blank, null or empty chats: left out") == 1
