@@ -222,7 +222,7 @@ def fisher_root(probabilities: Tensor, bits: Tensor) -> Tensor:
 
 
 def block_gradients(
-    block: DecoderBlock, gradients: list[Tensor], size: int, workers: BlockWorkers | None = None
+    block: DecoderBlock, gradients: list[Tensor], size: int, workers: BlockWorkers
 ) -> BlockGradients:
     """Take gradients through a block.
 
@@ -230,11 +230,8 @@ def block_gradients(
         block: With the samples' hidden states before it.
         gradients: Of each sample at its outputs [tokens, hidden]; replaced by those at its inputs.
         size: Most outputs in a block of G.
-        workers: Devices that have the block and take the samples between them; its own by default.
+        workers: Devices that have the block and take the samples between them.
     """
-    if workers is None:
-        workers = BlockWorkers([block.device])
-        workers.take(block)
     total, turns, length = BlockSums(block, size), InTurn(workers), run_size(len(gradients))
 
     def run(worker: int) -> None:

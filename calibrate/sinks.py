@@ -73,23 +73,22 @@ class Peaks:
 def find_peaks(
     stream: BlockStream,
     sequences: Sequence[Tensor],
-    workers: BlockWorkers | None = None,
+    workers: BlockWorkers,
     *,
-    cached: bool = False,
+    cached: bool,
 ) -> Peaks:
     """Run the beginnings of some samples through a model, and see which tokens stand out.
 
     Args:
         stream: Of the model; it is spent.
         sequences: Token ids of the samples: int64 [tokens].
-        workers: Devices that take the samples between them; the stream's alone by default.
+        workers: Devices that take the samples between them.
         cached: Whether small values tell a sink token, too: K and V are to be quantized.
 
     Raises:
         RecipeError: activations hold NaN or infinity.
         CheckpointError: the model is damaged.
     """
-    workers = workers or BlockWorkers([stream.device])
     length = min(TOKENS, min(map(len, sequences)))
     starts = [ids[:length] for ids in sequences[:SAMPLES]]
     stream.start(starts)

@@ -65,9 +65,9 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
     return BlockWork(block, settings, checkpoint.dtype, scheme, schemes, tuple(schemes), groups)
 
 
-def quantized_outputs(work: BlockWork, team: Team | None = None) -> list[Tensor] | None:
+def quantized_outputs(work: BlockWork, team: Team) -> list[Tensor] | None:
     """Outputs of the quantized block for what the quantized blocks before it hand over, if kept."""
-    inputs, team = work.block.quantized_inputs, team or _alone(work)
+    inputs = work.block.quantized_inputs
     if inputs is None:
         return None
 

@@ -1,4 +1,4 @@
-"""What the blocks' gradients are: those of the whole model, by autograd."""
+"""What the blocks' gradients are: those of the whole model, by autograd; what an error costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from calibrate.backward import KeptInputs, backward, fisher_root, signs
-from calibrate.gradients import OUTPUT, BlockGradients, block_size, gradient_bytes, in_blocks
+from calibrate.gradients import (
+    OUTPUT,
+    BlockGradients,
+    FisherFactors,
+    block_size,
+    gradient_bytes,
+    in_blocks,
+)
 from tests.calibrate.test_stream import open_stream
 
 LENGTHS = (20, 33, 41)
@@ -187,3 +194,30 @@ def test_layers_that_make_k_and_v_have_factors_of_whole_sequences(tiny_llama):
         torch.testing.assert_close(pair[1][0], g, rtol=1e-3, atol=1e-5)
         others = (n for n, role in of_block.of if role == OUTPUT and n[-6:-5] not in "kv")
         assert all(of_block.output(other).sequences is None for other in others)
+
+
+def test_kl_is_the_quadratic_form_of_the_kronecker_product():
+    generator = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(20, size, generator=generator) for size in (5, 3))
+    a, b = x.T @ x, g.T @ g
+    error = torch.randn(3, 5, generator=generator)
+    flat = error.flatten().double()
+    expected = 0.5 * flat @ torch.kron(b.double(), a.double()) @ flat
+    torch.testing.assert_close(FisherFactors(a, b[None]).kl(error), expected)
+
+
+def test_blocks_of_outputs_are_charged_apart():
+    generator = torch.Generator().manual_seed(1)
+    a, blocks = torch.eye(4), torch.randn(2, 2, 2, generator=generator)
+    error = torch.randn(3, 4, generator=generator)  # the second block is filled up
+    whole = torch.block_diag(*blocks)[:3, :3]
+    expected = FisherFactors(a, whole[None]).kl(error)
+    torch.testing.assert_close(FisherFactors(a, blocks).kl(error), expected)
+
+
+def test_factors_of_whole_sequences_tell_the_cost_where_they_are_known():
+    generator = torch.Generator().manual_seed(2)
+    error, token = torch.randn(3, 4, generator=generator), (torch.eye(4), torch.eye(3)[None])
+    sequence = (3 * torch.eye(4), 2 * torch.eye(3)[None])
+    expected = 0.5 * 6 * error.double().square().sum()
+    torch.testing.assert_close(FisherFactors(*token, sequences=sequence).kl(error), expected)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from calibrate.sinks import OUTLIER, SMALL, Peaks, find_peaks
+from calibrate.workers import BlockWorkers
 from tests.calibrate.test_stream import open_stream
 from tests.ptq.quantizing import edit_model
 from tests.tiny_families import DEEPSEEK
@@ -24,7 +25,8 @@ def sequences() -> list[torch.Tensor]:
 
 
 def peaks_of(folder: Path, *, cached: bool = True) -> Peaks:
-    return find_peaks(open_stream(folder), sequences(), cached=cached)
+    stream = open_stream(folder)
+    return find_peaks(stream, sequences(), BlockWorkers([stream.device]), cached=cached)
 
 
 def silence(tensors: dict[str, torch.Tensor]) -> None:

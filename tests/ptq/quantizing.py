@@ -263,10 +263,14 @@ def edit_model(source: Path, target: Path, change=None, **settings) -> Path:
         change(tensors)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, target / "model.safetensors", metadata={"format": "pt"})
-    if settings:
-        config = json.loads((source / "config.json").read_text()) | settings
-        (target / "config.json").write_text(json.dumps(config))
-    return target
+    return edit_config(target, **settings) if settings else target
+
+
+def edit_config(folder: Path, **values: object) -> Path:
+    """A folder whose config.json has other values."""
+    config = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,14 +19,6 @@ TABLE = "quant/scale_table.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def copied(source: Path, target: Path, change: Callable[[Tensors], None], **config: object) -> Path:
-    """A copy of a float model of one file, its tensors and configuration changed."""
-    edit_model(source, target, change)
-    settings = json.loads((target / "config.json").read_text()) | config
-    (target / "config.json").write_text(json.dumps(settings))
-    return target
-
-
 def round_rows(weight: Tensor, bits: int) -> Tensor:
     """A matrix rounded to integers of so many bits, each row by its largest value."""
     most = 2 ** (bits - 1) - 1
@@ -43,7 +34,7 @@ def coarse_layer(source: Path, target: Path, layer: int, bits: int = 3) -> Path:
             if tensors[name].dim() == 2:
                 tensors[name] = round_rows(tensors[name], bits)
 
-    return copied(source, target, change)
+    return edit_model(source, target, change)
 
 
 def silent_head(source: Path, target: Path, layer: int, head: int) -> Path:
@@ -55,7 +46,7 @@ def silent_head(source: Path, target: Path, layer: int, head: int) -> Path:
         weight = tensors[f"model.layers.{layer}.self_attn.k_proj.weight"]
         weight[head * size : (head + 1) * size] = 0
 
-    return copied(source, target, change)
+    return edit_model(source, target, change)
 
 
 def late_end(source: Path, target: Path, token: int, by: float, text: str) -> Path:
@@ -78,7 +69,7 @@ def late_end(source: Path, target: Path, token: int, by: float, text: str) -> Pa
         head[token] = (head[token].float() - by * u).to(head.dtype)
         tensors[HEAD] = head
 
-    return copied(source, target, change, tie_word_embeddings=False)
+    return edit_model(source, target, change, tie_word_embeddings=False)
 
 
 def coarse_tokens(source: Path, target: Path, tokens: list[int], bits: int = 4) -> Path:

@@ -1,6 +1,5 @@
 """Any checkpoint as a float model: the values, what is told, what is refused."""
 
-import json
 import shutil
 
 import pytest
@@ -13,6 +12,7 @@ from ptq.commands import convert as command
 from ptq.convert.convert import convert
 from tests.fake_quantized import dequantized
 from tests.ptq.convert.foreign_folders import as_floats
+from tests.ptq.quantizing import edit_config
 
 UP = "model.layers.1.mlp.up_proj"
 
@@ -108,8 +108,7 @@ def test_what_cannot_be_one_is_refused(tiny_llama, make_quantized, tmp_path):
         convert(make_quantized(tiny_llama, "w4"), tmp_path / "out", "gptq", dtype="float32")
     source = shutil.copytree(make_quantized(tiny_llama, "w4"), tmp_path / "source")
     (source / "quant" / "manifest.json").unlink()
-    config = json.loads((source / "config.json").read_bytes()) | {"dtype": "float64"}
-    (source / "config.json").write_text(json.dumps(config))
+    edit_config(source, dtype="float64")
     with pytest.raises(CheckpointError, match="found dtype 'float64'; allowed: bfloat16, float16"):
         convert(source, tmp_path / "out", "float")
     tensors = load_file(source / "model.safetensors")

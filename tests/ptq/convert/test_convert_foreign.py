@@ -24,6 +24,7 @@ from tests.ptq.convert.foreign_folders import (
     make_folder,
     nf4_layer,
 )
+from tests.ptq.quantizing import edit_config
 
 UP = "model.layers.1.mlp.up_proj"
 
@@ -84,8 +85,7 @@ def test_zero_biases_that_the_model_has_are_kept(make_model, tmp_path):
     convert(source, tmp_path / "out", "compressed_tensors")
     found = [name for name in Checkpoint.open(tmp_path / "out").names() if name.endswith("bias")]
     assert found == [name for name in Checkpoint.open(qwen).names() if name.endswith("bias")]
-    config = json.loads((source / "config.json").read_bytes()) | {"model_type": "nonesuch"}
-    (source / "config.json").write_text(json.dumps(config))
+    edit_config(source, model_type="nonesuch")
     with pytest.raises(CheckpointError, match="transformers makes no model of it .*bias belongs"):
         convert(source, tmp_path / "other", "compressed_tensors")
 

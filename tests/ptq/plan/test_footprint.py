@@ -1,6 +1,5 @@
 """What a run will hold, before it starts: memory and room on the disk."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from formats.checkpoint.read import Checkpoint
 from ptq.plan.describe import describe_prediction
 from ptq.plan.plan import Plan, Prediction, build_plan, preflight
 from ptq.recipe.reading import read_recipe
-from tests.ptq.quantizing import write_header, write_recipe
+from tests.ptq.quantizing import edit_config, write_header, write_recipe
 from tests.refusals import refused_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -112,21 +111,12 @@ def llama_8b(make_model, tmp_path_factory):
     def make(layers: int, vocabulary: int = 128256) -> Path:
         folder = tmp_path_factory.mktemp(f"llama{layers}")
         tiny = make_model("llama")
-        for name in ("tokenizer.json", "tokenizer_config.json"):
+        for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
             shutil.copy(tiny / name, folder / name)
-        config = json.loads((tiny / "config.json").read_text()) | {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": vocabulary,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": False,
-        }
-        (folder / "config.json").write_text(json.dumps(config))
-        write_header(folder)
+        sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": layers}
+        sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+        sizes |= {"vocab_size": vocabulary, "max_position_embeddings": 8192}
+        write_header(edit_config(folder, **sizes, tie_word_embeddings=False))
         return folder
 
     return make

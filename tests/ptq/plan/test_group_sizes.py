@@ -24,7 +24,7 @@ from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
 from ptq.report.inspection import inspect
 from ptq.search.costs import candidates
 from tests.ptq.plan.test_layer_schemes import logits, reference, usual_distance
-from tests.ptq.quantizing import random_tokens, write_header
+from tests.ptq.quantizing import edit_config, random_tokens, write_header
 
 SIZES = {  # hidden, intermediate, query heads, KV heads, of a size
     "SmolLM2 135M": (576, 1536, 9, 3, 64),
@@ -46,10 +46,8 @@ def sized(make_model, tmp_path_factory) -> Callable[[str], Path]:
             shutil.copytree(make_model("llama"), folder, dirs_exist_ok=True)
             keys = ("hidden_size", "intermediate_size", "num_attention_heads")
             keys += ("num_key_value_heads", "head_dim")
-            config = json.loads((folder / "config.json").read_text())
-            config |= dict(zip(keys, SIZES[name], strict=True)) | {"num_hidden_layers": 1}
-            (folder / "config.json").write_text(json.dumps(config))
-            write_header(folder)
+            sizes = dict(zip(keys, SIZES[name], strict=True))
+            write_header(edit_config(folder, **sizes, num_hidden_layers=1))
         return made[name]
 
     return make

@@ -1,6 +1,5 @@
 """The plan of a run, and what is looked for before it."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from ptq.evaluate.comparison import report_devices
 from ptq.plan.plan import Plan, SmoothingGroup, build_plan, plan_recipe
 from ptq.recipe.reading import load_recipe, read_recipe
 from ptq.recipe.schema import Recipe
+from tests.ptq.quantizing import edit_config
 
 SIZES = (
     "calibration: {samples: 2, sequence_length: 32}, evaluation: {samples: 2, sequence_length: 32}"
@@ -47,11 +47,6 @@ def problems(folder: Path, model: Path, extra: str = "", *overrides: str) -> lis
 
 def copy(model: Path, folder: Path) -> Path:
     return Path(shutil.copytree(model, folder / "model"))
-
-
-def edit_config(model: Path, **values: object) -> None:
-    path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
