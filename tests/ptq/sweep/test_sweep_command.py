@@ -1,33 +1,30 @@
 """`ptq sweep` with real runs: its table, what failed apart from it, and a second start."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from ptq.commands import sweep
+from tests.ptq.quantizing import FEW, write_recipe
 
 SPEC = """\
 models: [{path: MODEL, name: tiny}]
 recipes:
   - w8_rtn
   - {recipe: w8_rtn, name: hungry, set: [dataset.evaluation.samples=9000000]}
-set:
-  - dataset.calibration.samples=2
-  - dataset.evaluation.samples=2
-  - dataset.calibration.sequence_length=32
-  - dataset.evaluation.sequence_length=32
-  - report.speed=false
-  - report.attribution=false
-  - report.completions=0
+set: SET
 output: OUT
 """
 
 
 @pytest.fixture
 def spec(tmp_path, make_model) -> Path:
-    path = tmp_path / "sweep.yaml"
+    write_recipe(tmp_path, tmp_path)  # for its text: the standard library takes a second
+    settings = json.dumps([*FEW, f"dataset.name={tmp_path}/text.py"])
     text = SPEC.replace("MODEL", str(make_model())).replace("OUT", str(tmp_path / "out"))
-    path.write_text(text)
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text.replace("SET", settings))
     return path
 
 
@@ -39,7 +36,8 @@ def test_a_table_of_what_ran_and_apart_from_it_what_failed(spec, tmp_path, capsy
     assert rows[0].startswith("| tiny | `w8_rtn` | w8 | rtn | x 0.")
     table, _, failures = told.partition("1 of 2 tasks failed:")
     assert "hungry" not in table
-    assert "- tiny/hungry: dataset 'stdlib': evaluation needs 9000000 samples" in failures
+    needs = f"- tiny/hungry: dataset '{tmp_path}/text.py': evaluation needs 9000000 samples"
+    assert needs in failures
     assert f"--set dataset.evaluation.samples=9000000 --output {tmp_path}/out/tiny/hungry" in told
     assert (tmp_path / "out/sweep.md").read_text() in told
 
