@@ -29,14 +29,7 @@ from formats.namespace import later
 from formats.scheme import WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.method import LayerMethod, layers_by_input
-from ptq.methods.common.spec import (
-    FLOAT,
-    BlockSizes,
-    MethodSpec,
-    PlannedLayer,
-    ScaleSearch,
-    Stage,
-)
+from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, PlannedLayer, ScaleSearch, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -45,14 +45,7 @@ from formats.namespace import later
 from formats.scheme import WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.method import LayerMethod
-from ptq.methods.common.spec import (
-    FLOAT,
-    BlockSizes,
-    MethodSpec,
-    PlannedLayer,
-    ScaleSearch,
-    Stage,
-)
+from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, PlannedLayer, ScaleSearch, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,10 +12,9 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.smooth_k import SmoothKSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.output import STATISTICS_FILE
-from ptq.pipeline.driver import quantize_tokens
 from ptq.recipe.schema import SinksSpec
 from tests.calibrate.test_stream import WINDOWED, open_stream
-from tests.ptq.quantizing import add_outliers, edit_model, make_plan, random_tokens
+from tests.ptq.quantizing import add_outliers, edit_model, executed, make_plan
 from tests.tiny_families import TINY
 
 LENGTHS = (24, 24, 24, 24, 30, 30)
@@ -97,7 +96,7 @@ def test_a_run_finds_the_same(make_model, tmp_path, monkeypatch, at_once, last):
         plan = make_plan(model, tmp_path / f"{most}", "a8w8c8", methods=methods)
         recipe = plan.recipe.model_copy(update={"sinks": SinksSpec(keep=1)})
         plan = plan.model_copy(update={"recipe": recipe})
-        results.append(quantize_tokens(plan, random_tokens(), progress=False))
+        results.append(executed(plan))
         statistics.append(Statistics.load(tmp_path / f"{most}" / STATISTICS_FILE))
     alone, wide = results
     assert [row.alpha for row in wide.smoothing] == [row.alpha for row in alone.smoothing]

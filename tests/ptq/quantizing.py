@@ -144,15 +144,18 @@ def quantize_head(
     """A checkpoint whose head is quantized, too, by plain rounding unless `methods` say otherwise."""
     options = {"methods": (RTNSpec(),), "ignore": (), "layers": {"lm_head": of_head}} | options
     plan = make_plan(model, out, scheme, **options)
-    quantize_tokens(plan, random_tokens(), progress=False, force=True)
+    executed(plan, force=True)
     return Checkpoint.open(out / "checkpoint")
 
 
 def quantized(model: Path, output: Path, *given, **named) -> QuantizationResult:
     """A run of what `make_plan` makes of these arguments, on random tokens."""
-    return quantize_tokens(
-        make_plan(model, output, *given, **named), random_tokens(), progress=False
-    )
+    return executed(make_plan(model, output, *given, **named))
+
+
+def executed(plan: Plan, **options) -> QuantizationResult:
+    """A run of a plan on random tokens."""
+    return quantize_tokens(plan, random_tokens(), progress=False, **options)
 
 
 def opened(*given, **named) -> Checkpoint:

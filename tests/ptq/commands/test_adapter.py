@@ -16,12 +16,11 @@ from ptq.commands import quantize as quantize_command
 from ptq.commands import run
 from ptq.convert.convert import convert
 from ptq.methods.rtn import RTNSpec
-from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.plan import plan_recipe
 from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
 from tests.adapters import write_adapter
 from tests.conftest import write_quantized
-from tests.ptq.quantizing import IDS, make_plan, random_tokens
+from tests.ptq.quantizing import IDS, executed, make_plan
 
 
 @pytest.fixture
@@ -44,10 +43,7 @@ def test_a_recipe_quantizes_the_merged_model(desk, tiny_llama):
     convert(tiny_llama, desk / "merged", "float", adapter="lora")
     own = make_plan(desk / "merged", desk / "own", "w8", methods=(RTNSpec(),))
     found = make_plan(recipe.model.folder, desk / "out", "w8", methods=(RTNSpec(),))
-    weights = [
-        (quantize_tokens(p, random_tokens(), progress=False).checkpoint / "model.safetensors")
-        for p in (own, found)
-    ]
+    weights = [(executed(p).checkpoint / "model.safetensors") for p in (own, found)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 

@@ -24,7 +24,7 @@ from ptq.methods.shift import ShiftSpec
 from ptq.methods.smooth_k import SmoothKSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.artifact import HESSIANS_FOLDER, Artifact
-from ptq.pipeline.driver import quantize_tokens, solve
+from ptq.pipeline.driver import solve
 from ptq.pipeline.solvable import solve_notes
 from ptq.plan import footprint
 from ptq.plan.plan import build_plan
@@ -33,10 +33,10 @@ from ptq.recipe.schema import ModelSpec, ObserversSpec, OutputSpec, StatisticsSp
 from tests.ptq.quantizing import (
     add_outliers,
     edit_model,
+    executed,
     make_plan,
     observed_work,
     quantized,
-    random_tokens,
 )
 from tests.refusals import refused_checkpoint, refused_recipe
 
@@ -111,7 +111,7 @@ def test_every_shipped_recipe_is_solved_again_from_its_run(name, tiny_llama, tmp
         }
         recipe = shipped.model_copy(update=update)
         plans.append(build_plan(recipe, Checkpoint.open(tiny_llama), force=True))
-    run = quantize_tokens(plans[0], random_tokens(), progress=False)
+    run = executed(plans[0])
     artifact = Artifact.load(tmp_path / "run")
     if name == "w4_best":
         with pytest.raises(RecipeError, match="refine runs samples through the model") as caught:
@@ -171,7 +171,7 @@ def test_factors_hold_for_another_scheme_and_ranges_do_not(tiny_llama, tmp_path)
 
 def test_a_float_block_gets_the_factors_of_a_finished_run(tiny_llama, tmp_path):
     plan = make_plan(tiny_llama, tmp_path / "run", methods=(SmoothQuantSpec(alpha=0.7), RTNSpec()))
-    quantize_tokens(plan, random_tokens(), progress=False)
+    executed(plan)
     work = observed_work(plan)
     before = [work.block.run(sample) for sample in range(2)]
     weight = work.block.linears["model.layers.0.mlp.down_proj"].weight.clone()
@@ -275,7 +275,7 @@ def test_hessians_of_an_earlier_run_are_not_taken_for_those_of_the_next(tiny_lla
         plan = make_plan(
             tiny_llama, tmp_path / "run", methods=RTN, statistics=StatisticsSpec(hessians=keep)
         )
-        quantize_tokens(plan, random_tokens(), force=True, progress=False)
+        executed(plan, force=True)
         assert (tmp_path / "run" / HESSIANS_FOLDER).is_dir() == keep
 
 

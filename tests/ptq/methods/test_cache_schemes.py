@@ -11,7 +11,6 @@ from inference.models.kv_cache import _quantized
 from inference.models.model import KVHeads
 from inference.requests.request import SamplingParams
 from ptq.methods.rtn import RTNSpec
-from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.plan import build_plan
 from ptq.recipe.problems import Where
 from ptq.recipe.reading import read_recipe
@@ -22,10 +21,10 @@ from tests.ptq.quantizing import (
     IDS,
     divergence,
     edit_model,
+    executed,
     make_plan,
     opened,
     quantized,
-    random_tokens,
     scored,
 )
 from tests.refusals import refused, refused_recipe
@@ -153,7 +152,7 @@ def test_every_block_may_have_a_cache_of_its_own(tiny_llama, tmp_path):
     plan = make_plan(tiny_llama, tmp_path / "out", Scheme(kv_cache=KVCacheSpec()), methods=())
     recipe = plan.recipe.model_copy(update={"caches": (own,)})
     plan = plan.model_copy(update={"recipe": recipe})
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = executed(plan)
     checkpoint = Checkpoint.open(result.checkpoint, verify=True)
     first, second = (f"model.layers.{i}.self_attn" for i in range(2))
     assert checkpoint.kv_scheme_of(first) == KVCacheSpec()
@@ -193,7 +192,7 @@ def test_keys_that_cannot_be_centred_stay_unless_a_recipe_says_so(
     model = make_model(family, **overrides)
     plan = make_plan(model, tmp_path / "out", preset, methods=())
     assert plan.recipe.scheme.kv_cache == PRESETS[preset].kv_cache.uncentred
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = executed(plan)
     engine = Engine.from_pretrained(result.checkpoint)
     assert engine.quantized_kv
     assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4))[0].token_ids) <= 4

@@ -17,7 +17,6 @@ from ptq.methods.gptq import GPTQSpec
 from ptq.methods.rotation import RotatedCheckpoint, RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
-from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import describe_plan, explain
 from tests.experts import MOE
 from tests.families import distance, transformers_logits
@@ -25,10 +24,10 @@ from tests.ptq.quantizing import (
     IDS,
     divergence,
     edit_model,
+    executed,
     goes_on,
     make_plan,
     quantized,
-    random_tokens,
     scored,
     tensor_bytes,
 )
@@ -137,7 +136,7 @@ def test_the_written_checkpoint_is_as_predicted_and_others_open_it(tiny_llama, t
     """Untied, its size told before, and the same in transformers as in our engine."""
     methods = (RotationSpec(), GPTQSpec())
     plan = make_plan(tiny_llama, tmp_path / "out", "w4", methods=methods)
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = executed(plan)
     checkpoint = Checkpoint.open(result.checkpoint, verify=True)
     assert checkpoint.config["tie_word_embeddings"] is False
     assert rotation_seeds(checkpoint.config) == (0,)

@@ -12,12 +12,12 @@ from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.shift import Shift, ShiftSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
-from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import block_work, observe
 from tests.ptq.quantizing import (
     IDS,
     divergence,
     edit_model,
+    executed,
     make_plan,
     random_tokens,
     scored,
@@ -94,7 +94,7 @@ def test_it_lowers_the_error_and_others_open_the_checkpoint(make_model, tmp_path
         "all": (RotationSpec(), ShiftSpec(), smooth, RTNSpec()),
     }.items():
         plan = make_plan(model, tmp_path / name, methods=methods)
-        result = quantize_tokens(plan, random_tokens(), progress=False)
+        result = executed(plan)
         checkpoint = Checkpoint.open(result.checkpoint, verify=True)
         assert plan.prediction.checkpoint_bytes == tensor_bytes(result.checkpoint)
         found[name] = divergence(exact, scored(result.checkpoint))

@@ -20,7 +20,7 @@ from ptq.pipeline.artifact import FISHER_FOLDER, Artifact
 from ptq.pipeline.resume import ResumableRun
 from ptq.plan import modules
 from ptq.recipe.schema import StatisticsSpec
-from tests.ptq.quantizing import Stop, make_plan, quantized, random_tokens
+from tests.ptq.quantizing import Stop, executed, make_plan, quantized
 
 
 @pytest.fixture
@@ -112,14 +112,14 @@ def test_a_run_stopped_after_its_backward_pass_takes_what_is_there(
     with monkeypatch.context() as patch:
         patch.setattr(ResumableRun, "save", stop)
         with pytest.raises(Stop):
-            pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+            executed(plan)
     assert unfinished(tmp_path / "out")
 
     def never(*_, **__):
         raise AssertionError("it ran backward again")
 
     monkeypatch.setattr(gradients, "backward", never)
-    found = pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    found = executed(plan)
     for name in ("model.safetensors", "config.json"):
         assert (found.checkpoint / name).read_bytes() == (expected.checkpoint / name).read_bytes()
 

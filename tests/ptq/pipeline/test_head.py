@@ -20,11 +20,11 @@ from ptq.methods.two_sided import TwoSidedSpec
 from ptq.methods.untie import UntieSpec
 from ptq.pipeline import driver, resume
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.driver import quantize_tokens, solve
+from ptq.pipeline.driver import solve
 from ptq.plan import modules
 from tests.fake_quantized import dequantized, fake_quantized_logits
 from tests.families import distance, transformers_logits
-from tests.ptq.quantizing import SMOOTH, make_plan, quantize_head, random_tokens, tensor_bytes
+from tests.ptq.quantizing import SMOOTH, executed, make_plan, quantize_head, tensor_bytes
 
 RTN = (RTNSpec(),)
 IDS = torch.arange(3, 40)
@@ -92,7 +92,7 @@ def test_gptq_of_the_head_loses_less_than_rounding(tiny_llama, tmp_path):
     plan = make_plan(
         tiny_llama, tmp_path / "o", "w4", methods=(GPTQSpec(),), ignore=(), layers={"lm_head": "w4"}
     )
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = executed(plan)
     row = next(row for row in result.modules if row.module == "lm_head")
     assert row.output_sqnr_db is not None
     assert row.baseline_output_sqnr_db is not None
@@ -124,7 +124,7 @@ def test_the_prediction_is_what_is_written(tiny_llama, tmp_path):
     for name, methods in (("tied", RTN), ("untied", (UntieSpec(), *RTN))):
         options = {"methods": methods, "ignore": (), "layers": {"lm_head": "w8"}}
         plan = make_plan(tiny_llama, tmp_path / name, "w4", **options)
-        quantize_tokens(plan, random_tokens(), progress=False)
+        executed(plan)
         assert plan.prediction.checkpoint_bytes == tensor_bytes(tmp_path / name / "checkpoint")
 
 
@@ -207,10 +207,10 @@ def test_a_run_that_was_stopped_before_its_head_goes_on_there(tiny_llama, tmp_pa
 
     monkeypatch.setattr(driver, "solve_head", stop)
     with pytest.raises(KeyboardInterrupt):
-        quantize_tokens(plan, random_tokens(), progress=False)
+        executed(plan)
     monkeypatch.setattr(driver, "solve_head", solved)
     for blocks in (2, 3):  # all of them but the head; all of them, and nothing is solved again
-        result = quantize_tokens(plan, random_tokens(), progress=False, force=True, keep=True)
+        result = executed(plan, force=True, keep=True)
         assert result.resumed_blocks == blocks
         found = Checkpoint.open(result.checkpoint)
         for name in whole.names():

@@ -33,6 +33,7 @@ from tests.ptq.quantizing import (
     FEW,
     add_outliers,
     edit_model,
+    executed,
     files,
     make_plan,
     observed_work,
@@ -246,9 +247,9 @@ def test_clipping_observers_are_told_of(tiny_llama, tmp_path):
 
 def test_existing_output_needs_force(tiny_llama, tmp_path):
     plan = make_plan(tiny_llama, tmp_path / "out", methods=RTN)
-    first = quantize_tokens(plan, random_tokens(), progress=False)
-    refused_checkpoint("exists already", quantize_tokens, plan, random_tokens(), progress=False)
-    again = quantize_tokens(plan, random_tokens(), progress=False, force=True)
+    first = executed(plan)
+    refused_checkpoint("exists already", executed, plan)
+    again = executed(plan, force=True)
     assert again.scale_table == first.scale_table
 
 
@@ -260,7 +261,7 @@ def test_not_a_number_stops_the_run_and_leaves_nothing(tiny_llama, tmp_path, lay
     model = edit_model(tiny_llama, tmp_path / "poisoned", poison)
     plan = make_plan(model, tmp_path / "out")
     with pytest.raises(RecipeError, match=rf"model\.layers\.{layer}\.mlp\.down_proj"):
-        quantize_tokens(plan, random_tokens(), progress=False)
+        executed(plan)
     assert not (tmp_path / "out").exists()
 
 

@@ -23,12 +23,11 @@ from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.output import RESUME_FOLDER, is_taken, unfinished
-from ptq.pipeline import driver as pipeline
 from ptq.pipeline import resume, solver
 from ptq.pipeline.key import DECIDING, code_key, deciding_files, key_of, run_facts
 from ptq.pipeline.resume import ResumableRun
 from tests.families import but_in_ci
-from tests.ptq.quantizing import Stop, files, make_plan, random_tokens, stopped_run
+from tests.ptq.quantizing import Stop, executed, files, make_plan, stopped_run
 from tests.refusals import refused_checkpoint
 from tests.test_import_order import imported_modules
 
@@ -54,15 +53,15 @@ def model(make_model) -> Path:
 @pytest.mark.parametrize("stopped_at", but_in_ci([1, 2, 3, 4], 3))
 def test_a_stopped_run_goes_on(model, tmp_path, scheme, stopped_at):
     whole = make_plan(model, tmp_path / "whole", scheme, methods=SOLVES[scheme])
-    expected = pipeline.quantize_tokens(whole, random_tokens(), progress=False)
+    expected = executed(whole)
     plan = make_plan(model, tmp_path / "out", scheme, methods=SOLVES[scheme])
     with stopped_run(stopped_at):
-        pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+        executed(plan)
     assert unfinished(tmp_path / "out")
     assert not is_taken(tmp_path / "out")
     states = list((tmp_path / "out" / RESUME_FOLDER).glob("states-*"))
     assert 1 <= len(states) <= 2
-    found = pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    found = executed(plan)
     assert found.resumed_blocks == stopped_at
     assert files(found.checkpoint) == files(expected.checkpoint)
     for name in ("statistics.safetensors", "found.safetensors"):
@@ -93,12 +92,12 @@ def test_states_are_left_out_where_they_take_too_long(model, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(ResumableRun, "save", save_and_stop)
         with pytest.raises(Stop):
-            pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+            executed(plan)
     assert saved == [1, 1, 1]
-    found = pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    found = executed(plan)
     assert found.resumed_blocks == 1
     whole = make_plan(model, tmp_path / "whole", scheme, methods=SOLVES[scheme])
-    expected = pipeline.quantize_tokens(whole, random_tokens(), progress=False)
+    expected = executed(whole)
     assert files(found.checkpoint) == files(expected.checkpoint)
 
 
@@ -209,8 +208,7 @@ def test_a_run_killed_before_it_stored_anything_leaves_the_output_free(model, tm
         (output / RESUME_FOLDER / name).write_text("of a run that is gone")
     assert not unfinished(output)
     assert not is_taken(output)
-    result = pipeline.quantize_tokens(make_plan(model, output), random_tokens(), progress=False)
-    assert result.resumed_blocks == 0
+    assert executed(make_plan(model, output)).resumed_blocks == 0
     assert not (output / RESUME_FOLDER).exists()
     assert is_taken(output)
 
@@ -226,7 +224,7 @@ def test_an_error_of_the_recipe_leaves_nothing_to_go_on_with(model, tmp_path, mo
     plan = make_plan(model, tmp_path / "out", methods=(RTNSpec(),))
     monkeypatch.setattr(solver, "module_rows", lambda *_: (_ for _ in ()).throw(RecipeError("x")))
     with pytest.raises(RecipeError):
-        pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+        executed(plan)
     assert not (tmp_path / "out").exists()
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ptq.commands import check
-from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.solver import BlockSolver
 from ptq.pipeline.timing import predict_seconds
 from ptq.plan.describe import describe_seconds
 from ptq.recipe.reading import resolved_yaml
 from ptq.recipe.schema import StatisticsSpec
 from ptq.text import duration_text
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import executed, make_plan, random_tokens
 
 
 def test_the_first_block_stands_for_all(tiny_llama, tmp_path, monkeypatch):
@@ -27,7 +26,7 @@ def test_the_first_block_stands_for_all(tiny_llama, tmp_path, monkeypatch):
     seconds = predict_seconds(plan, random_tokens())
     assert solved == [0]
     assert not (tmp_path / "out").exists()
-    record = quantize_tokens(plan, random_tokens(), progress=False).seconds
+    record = executed(plan).seconds
     assert set(seconds) == set(record) - {"write"}
     assert seconds["total"] == pytest.approx(sum(seconds.values()) / 2)
 

@@ -12,7 +12,7 @@ from formats.checkpoint.write import CheckpointWriter
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline import driver
 from ptq.pipeline.solver import BlockSolver
-from tests.ptq.quantizing import make_plan, quantize_tokens, random_tokens
+from tests.ptq.quantizing import executed, make_plan
 
 
 def test_pieces_are_done_one_after_the_other_and_all_before_it_is_left():
@@ -77,6 +77,6 @@ def test_tensors_come_in_one_order_however_long_those_outside_of_blocks_take(
         solved.clear()
         monkeypatch.setattr(driver, "emit_rest", emit)
         plan = make_plan(tiny_llama, tmp_path / str(len(orders)), "w8", methods=(RTNSpec(),))
-        quantize_tokens(plan, random_tokens(), progress=False)
+        executed(plan)
     assert orders[0] == orders[1]
     assert not orders[1][0].startswith("model.layers")

@@ -15,7 +15,6 @@ from formats.scheme import GROUP_SIZES, WeightSpec
 from inference.engine import Engine
 from ptq.methods.costs import fits
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.solvable import solve_notes
 from ptq.plan.describe import describe_plan
 from ptq.plan.plan import Plan, plan_recipe
@@ -24,7 +23,7 @@ from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
 from ptq.report.inspection import inspect
 from ptq.search.costs import candidates
 from tests.ptq.plan.test_layer_schemes import logits, reference, usual_distance
-from tests.ptq.quantizing import edit_config, random_tokens, write_header
+from tests.ptq.quantizing import edit_config, executed, write_header
 
 SIZES = {  # hidden, intermediate, query heads, KV heads, of a size
     "SmolLM2 135M": (576, 1536, 9, 3, 64),
@@ -187,7 +186,7 @@ def test_a_model_that_32_does_not_divide_runs_as_its_dequantized_weights_do(
     odd = dict(zip((*keys, "head_dim"), SIZES["32 divides nothing of it"], strict=True))
     model = make_model("llama", **odd)
     made = planned(model, recipe, tmp_path)
-    quantize_tokens(made, random_tokens(), progress=False)
+    executed(made)
     checkpoint = Checkpoint.open(tmp_path / "out" / "checkpoint", verify=True)
     assert {name: checkpoint.scheme_of(name) for name in made.schemes} == made.schemes
     weights = sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
@@ -210,7 +209,7 @@ def test_a_model_that_32_does_not_divide_runs_as_its_dequantized_weights_do(
 
 def test_solving_in_another_scheme_tells_that_layers_keep_theirs(make_model, tmp_path):
     model = make_model("llama", intermediate_size=192)
-    quantize_tokens(planned(model, "w4_rtn", tmp_path), random_tokens(), progress=False)
+    executed(planned(model, "w4_rtn", tmp_path))
     checkpoint = Checkpoint.open(tmp_path / "out" / "checkpoint")
     with pytest.raises(CheckpointError, match=r"with `--set 'layers=\[\]' --set .*size=64`"):
         checkpoint.require_one_scheme("gptq")

@@ -23,19 +23,11 @@ from ptq.methods.gptq import GPTQSpec
 from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
-from ptq.pipeline.driver import quantize_tokens
 from ptq.report.inspection import describe, inspect
 from tests.experts import MOE
 from tests.fake_quantized import dequantized
 from tests.families import distance
-from tests.ptq.quantizing import (
-    goes_on,
-    make_plan,
-    observed_work,
-    opened,
-    random_tokens,
-    tensor_bytes,
-)
+from tests.ptq.quantizing import executed, goes_on, make_plan, observed_work, opened, tensor_bytes
 
 DOWN, FIRST = "re:.*down_proj", r"re:.*layers\.0\."
 SMOOTH = SmoothQuantSpec(alpha=0.5)
@@ -188,7 +180,7 @@ def test_experts_of_one_input_may_have_schemes_of_their_own(make_model, tmp_path
     model = make_model("qwen3_moe", **MOE["qwen3_moe"])
     layers = {r"re:.*experts\.1\.(gate|up)_proj": "a8w8_dynamic"}
     made = make_plan(model, tmp_path / "out", "w8", layers=layers, methods=(SMOOTH, GPTQSpec()))
-    quantize_tokens(made, random_tokens(), progress=False)
+    executed(made)
     checkpoint = Checkpoint.open(tmp_path / "out" / "checkpoint")
     names = [name for name in checkpoint.quantized_modules if ".experts.1." in name]
     assert {checkpoint.scheme_of(n) for n in names if "down" not in n} == {
@@ -233,6 +225,6 @@ def test_a_mixture_goes_on_to_the_same_bytes_and_the_size_is_as_predicted(tiny_l
         make_plan(tiny_llama, tmp_path / n, scheme, layers=layers, methods=(*methods, GPTQSpec()))
         for n in "ab"
     ]
-    a, b = (partial(quantize_tokens, plan, random_tokens(), progress=False) for plan in plans)
+    a, b = (partial(executed, plan) for plan in plans)
     found = goes_on(a(), b, by=KeyboardInterrupt)
     assert tensor_bytes(found.checkpoint) == plans[0].prediction.checkpoint_bytes

@@ -7,13 +7,12 @@ from formats.errors import RecipeError
 from formats.scheme import PRESETS
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.two_sided import TwoSidedSpec
-from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import describe_plan, explain
 from ptq.search.costs import groups_of
 from tests.inference.speculate.methods.test_mtp_quantized import write_predicting
 from tests.inference.speculate.methods.test_mtp_states import write_knowing
 from tests.inference.transformers_code.test_states import write_small
-from tests.ptq.quantizing import edit_model, make_plan, random_tokens
+from tests.ptq.quantizing import edit_model, executed, make_plan
 
 LAYER = "model.mtp_layers.0"
 
@@ -70,7 +69,7 @@ def test_a_recipe_leaves_it_alone_or_gives_it_a_scheme_of_its_own(model, tmp_pat
 def test_schemes_of_its_own_are_read_back(model, tmp_path):
     layers = {r"re:model\.mtp_layers\.": "a8w8_dynamic"}
     plan = make_plan(model, tmp_path / "out", "w4", methods=(RTNSpec(),), layers=layers)
-    checkpoint = Checkpoint.open(quantize_tokens(plan, random_tokens(), progress=False).checkpoint)
+    checkpoint = Checkpoint.open(executed(plan).checkpoint)
     found = {name: checkpoint.scheme_of(name) for name in checkpoint.quantized_modules}
     assert found == plan.schemes
     assert len({scheme.text for scheme in found.values()}) == 2
@@ -78,7 +77,7 @@ def test_schemes_of_its_own_are_read_back(model, tmp_path):
 
 def test_methods_that_need_gradients_leave_it_to_rounding(model, tmp_path):
     plan = make_plan(model, tmp_path / "out", "w4", methods=(TwoSidedSpec(),))
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = executed(plan)
     assert {*plan.predicting} <= {*Checkpoint.open(result.checkpoint).quantized_modules}
     told = {entry.module: entry.sqnr_db or 0 for entry in result.scale_table.entries}
     assert all(told[name] > 15 for name in plan.predicting)
@@ -99,6 +98,6 @@ def test_of_models_that_nobody_declares_it_is_as_a_block(tmp_path):
     kept = (*ignore, r"re:mtp\.")
     plan = make_plan(folder, tmp_path / "kept", "w4", methods=(RTNSpec(),), ignore=kept)
     assert plan.predicting == ()
-    assert quantize_tokens(plan, random_tokens(), progress=False).checkpoint.is_dir()
+    assert executed(plan).checkpoint.is_dir()
     written = Checkpoint.open(tmp_path / "kept" / "checkpoint")
     assert r"re:mtp\." in written.ignore

@@ -20,7 +20,6 @@ from ptq.methods.shift import ShiftSpec
 from ptq.methods.smooth_k import SmoothKSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.output import FOUND_FILE
-from ptq.pipeline.driver import quantize_tokens
 from ptq.recipe.reading import load_recipe, resolved_yaml
 from ptq.recipe.schema import AttributionSpec
 from ptq.report import attribution
@@ -36,7 +35,7 @@ from ptq.report.report import sections
 from tests.experts import MOE
 from tests.fake_quantized import dequantized
 from tests.older_families import write_older
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import executed, make_plan, random_tokens
 from tests.ptq.quantizing import quantized as run
 
 SIZES = EngineConfig(max_batch_size=1, max_model_len=64)
@@ -134,7 +133,7 @@ def test_what_methods_moved_between_layers_is_moved_and_not_rounded(
     model = make_model(family, **MOE.get(family, {}))
     plan = make_plan(model, tmp_path / "out", scheme, methods=methods)
     assert not is_the_original(plan)
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = executed(plan)
     original = Engine.from_pretrained(model, config=SIZES)
     quantized = Engine.from_pretrained(result.checkpoint, config=SIZES)
     checkpoint = UnroundedCheckpoint.of_run(result.checkpoint, plan)
@@ -177,7 +176,7 @@ def test_sequences_come_from_the_whole_of_the_text():
 
 def test_what_cannot_be_told_is_said(tiny_llama, tmp_path, monkeypatch):
     plan = make_plan(tiny_llama, tmp_path / "out", "a8w8", methods=SMOOTHED[2::2])
-    result = quantize_tokens(plan, random_tokens(), progress=False)
+    result = executed(plan)
     told = measure(result, plan, random_tokens(), progress=False)
     assert isinstance(told.attribution, Attribution)
     monkeypatch.setattr("ptq.report.measure.MOVED", -1.0)

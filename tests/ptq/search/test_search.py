@@ -14,12 +14,11 @@ from ptq.methods.costs import CostsSpec
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import load_recipe
 from ptq.search.costs import Costs, candidates
 from ptq.search.search import usual_kl_excess
-from tests.ptq.quantizing import ACCURACY, make_plan, random_tokens, tensor_bytes, write_recipe
+from tests.ptq.quantizing import ACCURACY, executed, make_plan, tensor_bytes, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +126,7 @@ def test_costs_fall_with_bits_and_count_inputs_and_caches(tiny_llama, tmp_path):
         samples=2,
     )
     plan = make_plan(tiny_llama, tmp_path / "out", "w8", methods=(costs, RTNSpec()))
-    quantize_tokens(plan, random_tokens(), progress=False)
+    executed(plan)
     tensors = Artifact.load(tmp_path / "out").found.tensors
     weights = [tensors[f"{block_of(n)}/costs/weights/{n}"] for n in plan.quantized]
     for size, cost in zip((128, 64), torch.stack(weights).T, strict=False):
