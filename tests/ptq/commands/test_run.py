@@ -80,7 +80,8 @@ def test_a_run_ends_with_table_paths_and_commands(here, calls, capsys):
     assert run.main(["r.yaml"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert calls == ["quantize force=False", "report"]
-    assert lines[1:5] == [
+    assert "text.py: one document: its first half calibrates" in lines[0]
+    assert lines[2:6] == [
         "            original  quantized",
         "-------------------------------",
         "size         14.7 MB     8.5 MB",

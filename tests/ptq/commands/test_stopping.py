@@ -65,6 +65,7 @@ def stop(folder: Path, *signals: signal.Signals) -> tuple[list[int], str]:
     assert process.stdout is not None
     codes = []
     for number in signals:
+        assert "text.py: one document: " in process.stdout.readline()
         assert process.stdout.readline() == "at work\n"
         process.send_signal(number)
         codes.append(int(process.stdout.readline()))
