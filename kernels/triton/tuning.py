@@ -227,7 +227,7 @@ def kv_rule(processors: int, items: int, pages: int) -> KVSplit:
     warps = power_at_most(min(8 * processors // items, pages))
     if warps > 16 and pages < 4 * warps and items * warps > 4 * processors:
         warps //= 2
-    own = 4 if warps > 16 else 2
+    own = 4 if warps > 16 or warps == 4 else 2  # four take a page each, and nothing is added up
     return KVSplit(own, max(1, warps // own))
 
 

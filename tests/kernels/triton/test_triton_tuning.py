@@ -157,7 +157,8 @@ def test_runs_of_decode_attention_are_equal_and_fill_the_device_once():
         (32, 64): (2, 8),
         (64, 64): (2, 8),
     }
-    cuts |= {(128, 64): (2, 4), (512, 64): (2, 1), (8, 512): (4, 32), (32, 512): (4, 8)}
+    cuts |= {(128, 64): (2, 4), (256, 64): (4, 1), (512, 64): (2, 1), (8, 512): (4, 32)}
+    cuts |= {(32, 512): (4, 8), (8, 16): (2, 8), (8, 4): (4, 1)}
     for (items, pages), cut in cuts.items():
         assert tuning.kv_rule(132, items, pages) == KVSplit(*cut)
     for items, pages in itertools.product((1, 7, 64, 90, 3000), (1, 5, 64, 1000)):
