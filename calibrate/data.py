@@ -211,11 +211,10 @@ def _documents(spec: DatasetSpec, split: Split, root: Path, tokenizer: Any) -> D
     other = spec.evaluation_name if spec.evaluation_name != spec.name else None
     if other is None and spec.evaluation_split is None:
         texts, notes = read(spec.name, spec.split)
-        if spec.name == "stdlib":
-            return texts, notes
-        if len({text for text in texts if text.strip()}) == 1:
+        own = texts if spec.name == "stdlib" else divided(texts, split)
+        if own and own[0] not in texts:  # but a part of the only one
             notes += ("one document: its first half calibrates, its second measures",)
-        return divided(texts, split), notes
+        return own, notes
     if split == "calibration":
         return read(spec.name, spec.split)
     texts, notes = read(other or spec.name, spec.evaluation_split or spec.split)
