@@ -6,10 +6,9 @@ length, a JSON header of `{name: {dtype, shape, data_offsets}}`, then the data w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
@@ -304,26 +303,36 @@ def _open_indexed(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Safe
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
-) -> str:
-    """Write a safetensors file and flush it; returns the SHA-256 of what was to be written.
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: dict[str, str] | None = None,
+    digest: Callable[[bytes | memoryview], object] = lambda data: None,
+) -> None:
+    """Write a safetensors file and flush it.
 
     Its bytes are those of the library, which would hold all of them once more while it writes, and
     make files that nobody but their owner may read.
+
+    Args:
+        digest: Called with all that is to be written, piece by piece. SHA-256 takes longer than a
+            fast disk.
     """
-    digest = hashlib.sha256()
     names = sorted(tensors, key=lambda name: (_PLACE[tensors[name].dtype], name.encode()))
     with path.open("xb") as file:
-        header = _header({name: tensors[name] for name in names}, metadata)
-        file.write(header)
-        digest.update(header)
-        for name in names:
-            flat = tensors[name].detach().contiguous().view(-1)
-            data = flat.view(torch.uint8).cpu().numpy().data
+        for data in _pieces({name: tensors[name] for name in names}, metadata):
             file.write(data)
-            digest.update(data)
+            digest(data)
     fsync_path(path)
-    return digest.hexdigest()
+
+
+def _pieces(
+    tensors: Mapping[str, Tensor], metadata: dict[str, str] | None
+) -> Iterator[bytes | memoryview]:
+    """A file's header, then the data of each tensor."""
+    yield _header(tensors, metadata)
+    for tensor in tensors.values():
+        flat = tensor.detach().contiguous().view(-1)
+        yield flat.view(torch.uint8).cpu().numpy().data
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> bytes:

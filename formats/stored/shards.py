@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -92,10 +93,11 @@ class ShardWriter:
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> str:
-    digest = write_tensors(path, tensors, {"format": "pt"})
+    digest = hashlib.sha256()
+    write_tensors(path, tensors, {"format": "pt"}, digest.update)
     tensors.clear()
     release_freed_memory()
-    return digest
+    return digest.hexdigest()
 
 
 def _read_back(path: Path, written: Future[str]) -> str:
