@@ -1,9 +1,9 @@
 """What quantization cost: a quantized engine against the original on the same text.
 
 Both engines score every sequence on their real kernels, cache included; logits are compared in
-fp64 where the original's are, a few rows at a time, one sequence after the other. For row i of a
-sequence's logits, with p the original's and q the quantized model's distribution over the
-vocabulary and x the token that follows:
+fp64, one sequence after the other (`kernels.logits`). For row i of a sequence's logits, with p the
+original's and q the quantized model's distribution over the vocabulary and x the token that
+follows:
 
     nll_i = -ln p(x)        perplexity = exp(mean nll)        KL_i = sum_v p(v) ln(p(v) / q(v))
 
@@ -16,7 +16,7 @@ what the text itself makes hard cancels out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -27,12 +27,10 @@ from torch import Tensor
 from formats.command import bar
 from formats.documents import Strict
 from formats.errors import EngineError, RequestError
-from kernels.devices import pass_size
+from kernels.logits import compare_rows
 
 RESAMPLES = 4000
 SEED = 0
-TOP = 5
-CHUNK_ELEMENTS = 1 << 20  # logits widened to fp64 at a time: 8 MB, which caches hold
 FIRST_BUCKET = 16
 STRANGE = 1000  # perplexity of a model that a text means nothing to
 
@@ -243,51 +241,7 @@ def compare_logits(original: Tensor, quantized: Tensor, ids: Tensor) -> Sequence
 
 def compare_predictions(original: Tensor, quantized: Tensor, targets: Tensor) -> SequenceScores:
     """`compare_logits`, where row i predicts target i: logits fp32 [n, vocabulary], int64 [n]."""
-    targets = targets.to(original.device)
-    parts = [
-        torch.stack(_compare_rows(p, q, targets[rows]))
-        for rows, p, q in _chunks(original, quantized)
-    ]
-    return SequenceScores(*torch.cat(parts, dim=1).cpu())
-
-
-def divergences(original: Tensor, quantized: Tensor) -> Tensor:
-    """KL(p || q) of each row of two models' logits fp32 [n, vocabulary]: fp64 [n]."""
-    return torch.cat([_compared(p, q)[0] for _, p, q in _chunks(original, quantized)])
-
-
-def _chunks(original: Tensor, quantized: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some rows of both at a time, where the original's are."""
-    rows = max(1, CHUNK_ELEMENTS * pass_size(original.device) // original.shape[1])
-    for start in range(0, len(original), rows):
-        part = slice(start, start + rows)
-        yield part, original[part], quantized[part].to(original.device)
-
-
-def _compared(original: Tensor, quantized: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(p || q) of some rows of logits, and the logarithms of their sums of exponentials.
-
-    With z_p and z_q for those, KL = sum_v p(v) (x_p(v) - x_q(v)) - z_p + z_q: one exponential a
-    logit. The first sum lacks nothing where two logits differ little, as they are in fp64.
-    """
-    p, q = (x.to(torch.float64, copy=True) for x in (original, quantized))
-    apart = p - q
-    most = [x.amax(-1, keepdim=True) for x in (p, q)]
-    sums = [x.sub_(m).exp_().sum(-1) for x, m in zip((p, q), most, strict=True)]
-    z_p, z_q = (s.log() + m[:, 0] for s, m in zip(sums, most, strict=True))
-    kl = torch.linalg.vecdot(p, apart) / sums[0] - z_p + z_q
-    return kl.clamp(min=0.0), z_p, z_q  # rounding may leave -1e-17
-
-
-def _compare_rows(original: Tensor, quantized: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """Fields of `SequenceScores` for some rows."""
-    kl, *z = _compared(original, quantized)
-    both = (original, quantized)
-    nll = (s - x.gather(-1, targets[:, None])[:, 0] for s, x in zip(z, both, strict=True))
-    p, q = (x.topk(min(TOP, x.shape[1])).indices for x in both)
-    top1 = (original.argmax(-1) == quantized.argmax(-1)).double()
-    common = (p[:, :, None] == q[:, None, :]).any(-1).double().mean(-1)
-    return *nll, kl, top1, common
+    return SequenceScores(*compare_rows(original, quantized, targets).cpu())
 
 
 def summarize(scores: Sequence[SequenceScores]) -> Accuracy:
@@ -299,11 +253,11 @@ def summarize(scores: Sequence[SequenceScores]) -> Accuracy:
     return Accuracy(
         sequences=len(scores),
         tokens=len(kl),
-        perplexity_original=_exp(original),
+        perplexity_original=original.exp().item(),
         perplexity_original_ci=ends[0],
-        perplexity_quantized=_exp(quantized),
+        perplexity_quantized=quantized.exp().item(),
         perplexity_quantized_ci=ends[1],
-        perplexity_ratio=_exp(quantized - original),
+        perplexity_ratio=(quantized - original).exp().item(),
         perplexity_ratio_ci=ends[2],
         kl_mean=kl.mean().item(),
         kl_mean_ci=ends[3],
@@ -316,11 +270,6 @@ def summarize(scores: Sequence[SequenceScores]) -> Accuracy:
         top5_agreement=own.top5.mean().item(),
         positions=_by_position(scores),
     )
-
-
-def _exp(mean: Tensor) -> float:
-    """exp without an overflow error: a broken model's perplexity is infinite."""
-    return mean.exp().item()
 
 
 def _intervals(scores: Sequence[SequenceScores]) -> list[Interval | None]:
@@ -381,8 +330,8 @@ def _by_position(scores: Sequence[SequenceScores]) -> tuple[PositionBucket, ...]
                 start=start,
                 end=min(end, longest),
                 tokens=len(own.kl),
-                perplexity_original=_exp(own.nll_original.mean()),
-                perplexity_quantized=_exp(own.nll_quantized.mean()),
+                perplexity_original=own.nll_original.mean().exp().item(),
+                perplexity_quantized=own.nll_quantized.mean().exp().item(),
                 kl_mean=own.kl.mean().item(),
                 kl_ci=ends[0],
                 top1_agreement=own.top1.mean().item(),

@@ -67,12 +67,6 @@ def launches_on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def pass_size(device: torch.device) -> int:
-    """How many times what a CPU's caches hold a pass over many numbers takes at once: on a GPU, of
-    which launches would else take longer than the work, 8."""
-    return 8 if device.type == "cuda" else 1
-
-
 def run_on_gpu(measure: Callable[[torch.device], int]) -> int:
     """Run a command that measures the GPU, and return its exit code.
 

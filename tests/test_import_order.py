@@ -37,7 +37,7 @@ FLOORS = {
         two_level reference
         reference_attention
         cpu
-        weights feedback
+        weights feedback logits
         ops triton
         bench""",
     "kernels.triton": """

@@ -73,6 +73,7 @@ _SIGNATURES = {
     "ptq_decoder_step": ([c_void_p, c_void_p, c_int], c_int),
     "ptq_write_kv": ([POINTER(WriteKvArgs), c_int], None),
     "ptq_feedback": ([POINTER(FeedbackTile)], None),
+    "ptq_compare": ([c_void_p] * 4 + [c_int64] * 2 + [c_int], None),
     "ptq_attention": ([POINTER(AttentionArgs), c_int], c_int),
 }
 

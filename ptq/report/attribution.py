@@ -31,7 +31,7 @@ from formats.command import bar
 from formats.families.names import block_of, role_of
 from formats.modeling.layers import attention_of_blocks, head_name
 from formats.scheme import LayerScheme, Strict
-from inference.accuracy import divergences
+from inference.accuracy import compare_predictions
 from inference.engine import Engine
 from inference.models.decoder import Decoder
 from inference.models.layers import FeedForward, MixtureOfExperts
@@ -199,7 +199,7 @@ def attribute(
         ]
         engine = run.around.variant(run.layers, pools)
         total = sum(
-            divergences(logits, engine.score(ids)[:-1]).sum().item()
+            compare_predictions(logits, engine.score(ids)[:-1], ids[1:]).kl.sum().item()
             for ids, logits in zip(sequences, expected, strict=True)
         )
         shown.update()

@@ -13,7 +13,6 @@ from inference.accuracy import (
     SequenceScores,
     compare,
     compare_logits,
-    divergences,
     percentile_interval,
     resampled_sums,
     score,
@@ -124,10 +123,16 @@ def test_a_long_text_with_nan_is_refused():
         score_long(Fake(logits_of), broken, *some_sequences((30,)), 3)
 
 
-def test_chunks_do_not_change_a_result(monkeypatch):
+@pytest.fixture
+def by_torch(monkeypatch) -> None:
+    """Rows are compared as on a GPU, some at a time."""
+    monkeypatch.setattr("kernels.cpu.native.library", lambda: None)
+
+
+def test_chunks_do_not_change_a_result(monkeypatch, by_torch):
     ids = some_sequences((50,))[0]
     whole = compare_logits(logits_of(ids), logits_of(ids, noise=0.3), ids)
-    monkeypatch.setattr("inference.accuracy.CHUNK_ELEMENTS", 3 * VOCABULARY)
+    monkeypatch.setattr("kernels.logits.CHUNK_ELEMENTS", 3 * VOCABULARY)
     parts = compare_logits(logits_of(ids), logits_of(ids, noise=0.3), ids)
     assert torch.allclose(whole.kl, parts.kl, rtol=1e-12)
     assert torch.equal(whole.top5, parts.top5)
@@ -146,21 +151,24 @@ class Widest(TorchDispatchMode):
         return made
 
 
-def test_no_more_is_widened_at_a_time_than_caches_hold():
+def test_no_more_is_widened_at_a_time_than_caches_hold(by_torch):
     logits = torch.randn(130, 20_000, generator=torch.Generator().manual_seed(6))
     with Widest() as widest:
         score(Fake(lambda _: logits), Fake(lambda _: logits + 0.1), torch.arange(130), 0)
     assert 20_000 <= widest.elements <= 1 << 20
 
 
-def test_divergences_are_those_of_a_comparison():
+@pytest.mark.parametrize("compiled", [True, False])
+def test_divergences_are_those_of_distributions(compiled, request):
+    if not compiled:
+        request.getfixturevalue("by_torch")
     ids = some_sequences((50,))[0]
     pair = logits_of(ids), logits_of(ids, noise=0.3)
-    assert torch.equal(divergences(*pair)[:-1], compare_logits(*pair, ids).kl)
     apart = torch.nn.functional.kl_div(
         *(x.double().log_softmax(-1) for x in reversed(pair)), reduction="none", log_target=True
     )
-    torch.testing.assert_close(divergences(*pair), apart.sum(-1), rtol=1e-12, atol=1e-15)
+    found = compare_logits(*pair, ids).kl
+    torch.testing.assert_close(found, apart.sum(-1)[:-1], rtol=1e-12, atol=1e-15)
 
 
 def test_a_small_vocabulary_has_fewer_than_five_to_agree_on():

@@ -251,6 +251,9 @@ struct Kernels {
   int64_t (*read_all)(const void* data, int64_t bytes, const Team&);  // limits.h
   double (*multiply_add)(int32_t format, int64_t rounds);
   void (*feedback)(const FeedbackTile&);  // by one thread
+  // Gives [5, rows]: see compare.h.
+  void (*compare)(const float* p, const float* q, const int64_t* targets, double* out,
+                  int64_t rows, int64_t columns, const Team&);
 };
 
 extern const Kernels kKernelsPortable;

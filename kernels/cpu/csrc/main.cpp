@@ -160,6 +160,12 @@ PTQ_EXPORT int ptq_attention(const AttentionArgs* args, int threads) {
   return 0;
 }
 PTQ_EXPORT void ptq_feedback(const FeedbackTile* tile) { chosen->feedback(*tile); }
+PTQ_EXPORT void ptq_compare(const float* p, const float* q, const int64_t* targets, double* out,
+                            int64_t rows, int64_t columns, int threads) {
+  together(threads, [&](const Team& team) {
+    chosen->compare(p, q, targets, out, rows, columns, team);
+  });
+}
 PTQ_EXPORT int64_t ptq_decoder_workspace(const Decoder* decoder, int64_t tokens) {
   return decoder_workspace(*decoder, tokens);
 }
