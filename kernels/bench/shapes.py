@@ -28,7 +28,7 @@ CPU_FAMILIES = (*CPU_LAYERS, "attention", "fused")
 GATE_UP, DOWN, QKV, OUT = (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)
 SHAPES = (GATE_UP, DOWN, QKV, OUT)
 ROWS = (1, 16, 64, 256)
-DECODE = ((1, 4096), (16, 4096), (64, 4096), (64, 1024), (8, 32768))
+DECODE = ((1, 4096), (8, 4096), (16, 4096), (64, 4096), (64, 1024), (4, 32768), (8, 32768))
 PREFILL = (((1024,), 1024), ((1024,), 4096), ((1024,) * 8, 1024), ((2048,), 32768))
 
 TABLE = {  # the rows of `--table`: families, and of linear layers the rows of each shape
