@@ -4,6 +4,7 @@ import errno
 import json
 from copy import deepcopy
 from itertools import islice
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from ptq import cli
 from ptq.evaluate import evaluation, local_tasks
+from ptq.evaluate.answers import likelihoods
 from ptq.evaluate.evaluation import EngineLM, _expanded, _task, evaluate, sampling_params
 from ptq.evaluate.figures import Metric, recovery
 from ptq.evaluate.local_tasks import FUNCTIONS, passes
@@ -82,6 +84,25 @@ def test_choices_of_an_item_share_what_is_computed_of_its_context(engine, lm):
     lm.loglikelihood(ask("loglikelihood", *[(item["context"], c) for c in item["choices"]]))
     after, tokens = engine.stats(), len(lm.tok_encode(item["context"]))
     assert after.hit_tokens - before.hit_tokens >= 3 * (tokens // 64 * 64)
+
+
+def test_choices_of_one_token_take_one_request_but_the_unlikely_ones(
+    engine, lm, transformers_model, monkeypatch
+):
+    context, asked = lm.tok_encode("def add(a, b):\n    return"), []
+    with torch.no_grad():
+        order = transformers_model(torch.tensor([context])).logits[0, -1].argsort(descending=True)
+    choices = [order[i].item() for i in (1, 0, 50, -1)]
+    add = engine.add_request
+    monkeypatch.setattr(engine, "add_request", lambda *own: asked.append(own) or add(*own))
+    pairs = [*((context, [token]) for token in choices), (context[:-1], context[-1:])]
+    bar = Mock()
+    found = likelihoods(engine, pairs, bar)
+    assert [len(ids) - len(context) for ids, _ in asked] == [0, 0, 1]
+    assert bar.update.call_count == len(pairs)
+    for pair, (ours, greedy) in zip(pairs, found, strict=True):
+        theirs, likeliest = likelihood(transformers_model, *pair)
+        assert (ours, greedy) == (pytest.approx(theirs, abs=1e-4), likeliest)
 
 
 def test_an_empty_context_is_the_beginning_of_a_text(lm, transformers_model):
