@@ -14,6 +14,7 @@ from math import isfinite
 from typing import Any, Literal, NoReturn, get_args
 
 from formats.errors import RequestError, suggestion
+from inference.requests.characters import plain_pattern
 from inference.requests.json_schema import check_schema
 from inference.requests.plain_schema import plain_schema
 
@@ -61,7 +62,9 @@ class Constraint:
 
     @property
     def plain(self) -> str:
-        """Its text, with schemas in the words that are kept; see `plain_schema`."""
+        """Its text, with schemas and patterns in the words that are kept; see `plain_schema`."""
+        if self.kind == "regex":
+            return plain_pattern(self.text)
         if self.kind not in ("json_schema", "structural_tag"):
             return self.text
         value = read_json(self.text)

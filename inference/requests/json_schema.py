@@ -176,9 +176,8 @@ def _check_object(path: str, schema: dict) -> None:
         raise refused(path, f"{given} of one object are not kept together; give one of them")
     if schema.get("minProperties") and (others or ways != ["properties"]):
         raise refused(path, "minProperties is kept only where properties names all that may come")
-    escaped = [
-        name for name in named if others and json.dumps(name, ensure_ascii=False)[1:-1] != name
-    ]
+    # xgrammar looks for bytes of a name among characters, and for no other spelling of it.
+    escaped = [name for name in named if others and json.dumps(name)[1:-1] != name]
     if escaped:
         fault = f"the name {escaped[0]!r:.80} is not kept beside others"
         raise refused(path, f"{fault}; set additionalProperties to false")

@@ -4,7 +4,8 @@
   to a copy among the document's `$defs`;
 - `nullable: true`, OpenAPI's, is one more option, null;
 - `allOf` of several schemas, with what stands beside it, and what stands beside a `$ref`, is one
-  schema that all of them hold for, and `unevaluatedProperties` are then its additional ones.
+  schema that all of them hold for, and `unevaluatedProperties` are then its additional ones;
+- patterns have their classes of characters in order, see `characters`.
 
 What is not among these stays as it is, for `json_schema` to check.
 """
@@ -17,6 +18,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from formats.errors import RequestError
+from inference.requests.characters import plain_pattern
 
 ANNOTATIONS = frozenset(
     "title description default examples deprecated readOnly writeOnly discriminator "
@@ -81,6 +83,10 @@ class _Rewriter:
             made.setdefault("additionalProperties", made.pop("unevaluatedProperties"))
         if isinstance(made.get("$ref"), str):
             made["$ref"] = self._reference(made["$ref"])
+        if isinstance(made.get("pattern"), str):
+            made["pattern"] = plain_pattern(made["pattern"])
+        if isinstance(named := made.get("patternProperties"), dict):
+            made["patternProperties"] = {plain_pattern(n): part for n, part in named.items()}
         for key in WITH_NAMES:
             if isinstance(parts := made.get(key), dict):
                 made[key] = {n: self.schema(f"{path}/{key}/{n}", part) for n, part in parts.items()}

@@ -24,12 +24,16 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from inference.requests.characters import CLASS, in_order
+
 TRIED = 48  # tokens that a child draws
 MOST_WHITESPACE = 32  # characters of it in a row: else a model may write blanks without end
 OF_BOUNDED = r"(([^\"\\\r\n]))"  # a character of a string of bounded length, as xgrammar has it
 OF_OTHERS = r"[^\0-\x1f\"\\\r\n]"
 CHARACTER = r"[^\0-\x1f\"\\\ud800-\udfff]"  # halves of a surrogate pair are no UTF-8
 OR_ESCAPED = rf'(({CHARACTER}) | ("\\" [\"\\/bfnrt]))'
+IN_A_TEXT = re.compile(r"(\\x[0-9a-f]{2})(?=[0-9a-fA-F])|\\.")
+IN_RULES = re.compile(rf'("(?:\\.|[^"\\])*")|{CLASS}')
 MOST_AT_ONCE = 4  # children
 PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ")  # where in xgrammar a message comes from
 
@@ -170,7 +174,8 @@ def grammar_of(kind: str, text: str) -> Any:
     """The grammar of a constraint, with strings as JSON has them.
 
     xgrammar 0.2 allows halves of surrogate pairs in strings, and in those whose length is bounded
-    control characters, but no escapes.
+    control characters, but no escapes. Before it compiles a grammar it writes it and reads it
+    again, `\xdf` and `e` as U+0DFE: the two are parted here, see `inference.requests.characters`.
 
     Raises:
         Exception: xgrammar does not take it.
@@ -178,17 +183,27 @@ def grammar_of(kind: str, text: str) -> Any:
     from xgrammar import Grammar
 
     if kind == "regex":
-        return Grammar.from_regex(text)
-    if kind == "grammar":
-        return Grammar.from_ebnf(text)
-    if kind == "structural_tag":
+        grammar = Grammar.from_regex(text)
+    elif kind == "grammar":
+        grammar = Grammar.from_ebnf(text)
+    elif kind == "structural_tag":
         grammar = Grammar.from_structural_tag(text)
     else:
         schema = text or '{"type":"object"}'
         grammar = Grammar.from_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE)
     rules = str(grammar)
-    mended = rules.replace(OF_BOUNDED, OR_ESCAPED).replace(OF_OTHERS, CHARACTER)
+    mended = IN_RULES.sub(_parted, rules)
+    if kind not in ("regex", "grammar"):
+        mended = mended.replace(OF_BOUNDED, OR_ESCAPED).replace(OF_OTHERS, CHARACTER)
     return grammar if mended == rules else Grammar.from_ebnf(mended)
+
+
+def _parted(found: re.Match[str]) -> str:
+    """A text, or a class, of a grammar as xgrammar writes it, which it reads as it was meant."""
+    text = found[1]
+    if text is None:
+        return in_order(found)
+    return IN_A_TEXT.sub(lambda each: f'{each[1]}" "' if each[1] else each[0], text)
 
 
 def try_out(compiled: Any, tokenizer: Any, bounds: Bounds) -> None:

@@ -128,6 +128,10 @@ def test_what_is_not_kept_is_refused(compiler, constraint, message):
         ),
         ({"properties": {"a": {"items": {"type": 5}}}}, "at #/properties/a/items: type 5"),
         ({"properties": {"a": 7}}, "7 is no schema"),
+        (
+            {"properties": {"é": True}, "additionalProperties": True},
+            "'é' is not kept beside others",
+        ),
         ([], "no schema"),
     ],
 )
@@ -240,6 +244,36 @@ def test_characters_of_strings_are_those_of_json_in_utf_8(schema):
         assert matches(text.encode()), text
     for half_or_control in (b"\xed\xa0\x80", b"\xed\xbf\xbf", b"\x01", b"\n", b"\xc3"):
         assert not matches(half_or_control), half_or_control
+
+
+@pytest.mark.parametrize(
+    ("constraint", "kept", "left"),
+    [
+        (Constraint.json_schema({"enum": ["größe", "ÿÿ1é\\xe9"]}), '"größe"', '"gr\u00f6\u0dfe"'),
+        (
+            Constraint.json_schema({"properties": {"ße": True}, "required": ["ße"]}),
+            '{"ße":1}',
+            "{}",
+        ),
+        (Constraint.json_schema({"type": "string", "pattern": "^[A-ZÀ-ÿ0-9]+$"}), '"ÉA1"', '"a"'),
+        (
+            Constraint.json_schema({"type": "object", "patternProperties": {"^[é1]$": True}}),
+            '{"1":2}',
+            '{"\u0e91":2}',
+        ),
+        (Constraint.regex(r"[ -ÿa-é日1]+\[é1\][^é1-]"), "日~\u007f[é1]a", "1[é1]é"),
+        (Constraint.regex(r"[-\u00e9\dé-]+"), "-é1", "-d"),
+        (Constraint.grammar('root ::= "ée\\"" [^é1"]'), 'ée"a', 'ée"1'),
+    ],
+)
+def test_characters_before_hexadecimal_digits_are_those_that_are_asked_for(constraint, kept, left):
+    tokens = [*(bytes([i]) for i in range(256)), b"</s>"]
+    tokenizer = xgrammar.TokenizerInfo(tokens, stop_token_ids=256)
+    grammar = grammar_of(constraint.kind, constraint.plain)
+    compiled = xgrammar.GrammarCompiler(tokenizer).compile_grammar(grammar)
+    for text, holds in ((kept, True), (left, False)):
+        matcher = xgrammar.GrammarMatcher(compiled)
+        assert all(map(matcher.accept_token, [*text.encode(), 256])) == holds, text
 
 
 def test_masks_behind_drafts_are_those_of_text_that_has_come(compiler):

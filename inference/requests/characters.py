@@ -1,0 +1,45 @@
+r"""Classes of characters, such as `[a-zé]`, in an order in which xgrammar reads them as meant.
+
+xgrammar 0.2 writes a character from U+007F to U+00FF by two hexadecimal digits, `\xe9`, and reads
+as many as there are: of `[é1]` it makes U+0E91. So such a character stands last here, where no
+digit follows.
+"""
+
+from __future__ import annotations
+
+import re
+
+ITEM = r"(?:\\(?:x[0-9a-f]{2}|u[0-9a-fA-F]{4}|U[0-9a-f]{8}|.)|[^\\])"
+CLASS = r"\[(?P<sign>\^?)(?P<items>(?:\\.|[^\]\\])+)\]"
+RANGE = re.compile(rf"({ITEM})(?:-({ITEM}))?", re.DOTALL)
+IN_PATTERNS = re.compile(rf"\\.|{CLASS}", re.DOTALL)
+
+
+def plain_pattern(pattern: str) -> str:
+    """A regular expression that says the same, with its classes in order."""
+    return IN_PATTERNS.sub(in_order, pattern)
+
+
+def in_order(found: re.Match[str]) -> str:
+    """A class of characters in order, found by `CLASS`; anything else as it is."""
+    if found["items"] is None:
+        return found[0]
+    first, last = [], []
+    for item in RANGE.finditer(found["items"]):
+        low, high = item[1], item[2] or item[1]
+        if not 0x7F <= _code(high) <= 0xFF:
+            first.append(item[0])
+            continue
+        if _code(low) < 0x7F:
+            first.append(f"{low}-~")
+            low = "\x7f"
+        last.append(low if low == high else f"{low}-{high}")
+    if not last:
+        return found[0]
+    end = first.pop() if first[-1:] == ["-"] else ""  # a dash between others makes a range
+    return f"[{found['sign']}{''.join(first)}{''.join(last)}{end}]"
+
+
+def _code(item: str) -> int:
+    r"""The number of a character; of a class such as `\d`, that of its letter."""
+    return int(item[2:], 16) if len(item) > 2 else ord(item[-1])
