@@ -36,6 +36,10 @@ OF_TYPE: Mapping[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
+TELLING = {  # keywords by which xgrammar knows a type that is not named
+    "object": {"properties", "additionalProperties"},
+    "array": {"items", "prefixItems"},
+}
 DECIDING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 FORMATS = frozenset(
     "email date time date-time duration ipv4 ipv6 hostname uuid uri uri-reference uri-template "
@@ -127,7 +131,7 @@ def _check_types(path: str, schema: dict, keywords: set[str]) -> None:
     named = schema.get("type")
     types = named if isinstance(named, list) else [named]
     if named is None:
-        types = [kind for kind in ("object", "array") if keywords & OF_TYPE[kind]][:1]
+        types = [kind for kind, telling in TELLING.items() if keywords & telling][:1]
         if keywords and not types:
             given = ", ".join(sorted(keywords))
             raise refused(path, f"{given} is not kept without a type; give one")

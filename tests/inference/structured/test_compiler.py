@@ -90,6 +90,8 @@ def test_what_is_not_kept_is_refused(compiler, constraint, message):
     ("schema", "message"),
     [
         ({"minLength": 3}, "not kept without a type"),
+        ({"patternProperties": {"^a$": True}}, "not kept without a type"),
+        ({"minItems": 3}, "not kept without a type"),
         ({"type": "strin"}, "allowed are string, integer"),
         ({"type": "string", "minLenght": 3}, "minLenght is not kept for string"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems is not kept"),
