@@ -132,6 +132,8 @@ def _check_types(path: str, schema: dict, keywords: set[str]) -> None:
     types = named if isinstance(named, list) else [named]
     if named is None:
         types = [kind for kind, telling in TELLING.items() if keywords & telling][:1]
+        if never := sorted(keywords.difference(*OF_TYPE.values())):
+            raise refused(path, f"{', '.join(never)} is not kept; leave it out")
         if keywords and not types:
             given = ", ".join(sorted(keywords))
             raise refused(path, f"{given} is not kept without a type; give one")

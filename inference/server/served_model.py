@@ -214,7 +214,7 @@ class ServedModel:
             return None
         adapters = self.client.adapters
         if name not in adapters:
-            known = " and ".join(map(repr, (self.settings.model, *adapters)))
+            known = " and ".join(map(repr, (*self.settings.names, *adapters)))
             message = f"model: there is no {name!r}; this server has {known}"
             raise ApiError(404, message, "model", "model_not_found")
         return name

@@ -145,7 +145,7 @@ def child_main(tokenizer: Any, bounds: Bounds, kind: str, text: str, pipe: Conne
             said.seek(0)
             warnings = plain(said.read(4000).decode(errors="replace"))
         if compiled is not None and warnings:  # something of it would be ignored
-            compiled, refusal = None, warnings
+            compiled, refusal = None, f"leave out what would not be kept: {warnings}"
         pipe.send((compiled, refusal))
     finally:
         os._exit(0)
@@ -245,8 +245,9 @@ def limit_memory(nbytes: int) -> None:
 
 
 def plain(message: str) -> str:
-    """A message of xgrammar without its places in source files, shortened."""
-    return " ".join(PLACE.sub("", message).removeprefix("Warning: ").split())[:300]
+    """What xgrammar says, each line once, without its places in source files, shortened."""
+    lines = (PLACE.sub("", line).removeprefix("Warning: ") for line in message.splitlines())
+    return " ".join(" ".join(dict.fromkeys(lines)).split())[:300]
 
 
 def main() -> None:

@@ -211,7 +211,7 @@ class GenerateBody(Body):
     num_beams: Int = Field(default=1, ge=1, le=LIMITS.beam_width)
     length_penalty: float = Field(default=1.0, ge=-10, le=10)
     early_stopping: bool | Literal["never"] = False
-    seed: Int | None = Field(default=None, ge=0, lt=2**63)
+    seed: Int | None = Field(default=None, ge=0, le=2**63 - 1)
     stop: list[str] = Field(default=[], max_length=LIMITS.stops)
 
     @property

@@ -241,6 +241,10 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
+NOT_OF_JSON = r"^(Input|List|String|Dictionary|Value error,) | after validation"
+OBJECT = re.compile(r"a valid dictionary( or (instance of \w+|object to extract fields from))?")
+
+
 def _refusal(error: ValidationError, raw: Any, model: type[BaseModel]) -> ApiError:
     """The first fault in words, with the field that a client knows."""
     fault = error.errors(include_url=False)[0]
@@ -255,7 +259,7 @@ def _refusal(error: ValidationError, raw: Any, model: type[BaseModel]) -> ApiErr
         return ApiError(400, message, param, "unknown_parameter")
     if fault["type"] == "missing":
         return ApiError(400, f"{param}: it is missing", param, "missing_required_parameter")
-    reason = re.sub(r"^(Input|List|String|Value error,) | after validation", "", fault["msg"])
+    reason = re.sub(NOT_OF_JSON, "", OBJECT.sub("an object", fault["msg"]))
     found = repr(fault["input"])
     found = found if len(found) <= SHOWN else found[:SHOWN] + " ..."
     message = f"{param or 'the body'}: {reason}; found {found}"

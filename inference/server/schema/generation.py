@@ -41,7 +41,7 @@ def _wholes(values: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_whole)]
-Int64 = Annotated[Int, Field(ge=-(2**63), lt=2**63)]
+Int64 = Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], BeforeValidator(_wholes)]
 

@@ -172,6 +172,14 @@ def test_a_fault_inside_a_field_is_named_with_its_place(body, param):
     refused({"prompt": "a"} | body, param)
 
 
+def test_messages_speak_of_json_and_of_exact_limits():
+    message = refused({"messages": ["hi"]}, "messages[0]", CHAT)
+    assert message == "messages[0]: should be an object; found 'hi'"
+    many = {"prompt": "a", "logit_bias": {str(i): 1 for i in range(301)}}
+    assert "logit_bias: should have at most 300 items" in refused(many, "logit_bias")
+    assert f"equal to {2**63 - 1}; found" in refused({"prompt": "a", "seed": 2**63}, "seed")
+
+
 def test_an_unknown_field_gets_a_guess():
     assert "did you mean 'temperature'" in refused({"prompt": "a", "temprature": 1}, "temprature")
 
@@ -274,6 +282,7 @@ def test_a_model_that_is_not_served_is_not_found():
     error_of(ask("GET", "/v1/models/gpt-x"), 404)
     assert ask("GET", "/v1/models/a/b", aliases=("a/b",)).json()["id"] == "a/b"
     listed = ask("GET", "/v1/models", aliases=("a/b",)).json()["data"]
+    assert "has 'tiny' and 'a/b'" in ask("GET", "/v1/models/x", aliases=("a/b",)).text
     assert [model["id"] for model in listed] == ["tiny", "a/b"]
 
 
