@@ -13,11 +13,17 @@ ITEM = r"(?:\\(?:x[0-9a-f]{2}|u[0-9a-fA-F]{4}|U[0-9a-f]{8}|.)|[^\\])"
 CLASS = r"\[(?P<sign>\^?)(?P<items>(?:\\.|[^\]\\])+)\]"
 RANGE = re.compile(rf"({ITEM})(?:-({ITEM}))?", re.DOTALL)
 IN_PATTERNS = re.compile(rf"\\.|{CLASS}", re.DOTALL)
+BEYOND = re.compile(r"\\?([^\x00-\x7e])|\\.", re.DOTALL)
 
 
 def plain_pattern(pattern: str) -> str:
     """A regular expression that says the same, with its classes in order."""
     return IN_PATTERNS.sub(in_order, pattern)
+
+
+def in_ascii(pattern: str) -> str:
+    """A schema's pattern in ASCII: in others xgrammar lets a quote in for `.` and `[^a]`."""
+    return BEYOND.sub(lambda one: f"\\u{{{ord(one[1]):x}}}" if one[1] else one[0], pattern)
 
 
 def in_order(found: re.Match[str]) -> str:

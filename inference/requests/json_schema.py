@@ -94,10 +94,11 @@ def check_pattern(path: str, pattern: Any) -> None:
         raise refused(path, "a pattern is a string")
     spared = r"\[\^(?:[^\]\\]|\\.)*\]"  # what a negated class leaves out
     text = re.sub(spared, "", pattern, flags=re.DOTALL)
-    for escape in re.finditer(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|[\"\x00-\x1f]", text):
+    hexadecimal = r"x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}"
+    for escape in re.finditer(rf"\\({hexadecimal}|.)|[\"\x00-\x1f]", text):
         found = escape[1] or escape[0]
-        code = int(found[1:], 16) if len(found) > 2 else None
-        if (code is not None and (code < 32 or chr(code) in '"\\')) or (
+        code = int(found[1:].strip("{}"), 16) if len(found) > 2 else None
+        if (code is not None and (code < 32 or code in (34, 92))) or (
             code is None and (found in '"\\ntrfv0cux' or found < " ")
         ):
             raise refused(

@@ -5,7 +5,7 @@
 - `nullable: true`, OpenAPI's, is one more option, null;
 - `allOf` of several schemas, with what stands beside it, and what stands beside a `$ref`, is one
   schema that all of them hold for, and `unevaluatedProperties` are then its additional ones;
-- patterns have their classes of characters in order, see `characters`.
+- patterns are in ASCII, see `characters`.
 
 What is not among these stays as it is, for `json_schema` to check.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from formats.errors import RequestError
-from inference.requests.characters import plain_pattern
+from inference.requests.characters import in_ascii
 
 ANNOTATIONS = frozenset(
     "title description default examples deprecated readOnly writeOnly discriminator "
@@ -84,9 +84,9 @@ class _Rewriter:
         if isinstance(made.get("$ref"), str):
             made["$ref"] = self._reference(made["$ref"])
         if isinstance(made.get("pattern"), str):
-            made["pattern"] = plain_pattern(made["pattern"])
+            made["pattern"] = in_ascii(made["pattern"])
         if isinstance(named := made.get("patternProperties"), dict):
-            made["patternProperties"] = {plain_pattern(n): part for n, part in named.items()}
+            made["patternProperties"] = {in_ascii(n): part for n, part in named.items()}
         for key in WITH_NAMES:
             if isinstance(parts := made.get(key), dict):
                 made[key] = {n: self.schema(f"{path}/{key}/{n}", part) for n, part in parts.items()}

@@ -29,9 +29,9 @@ from inference.requests.characters import CLASS, in_order
 TRIED = 48  # tokens that a child draws
 MOST_WHITESPACE = 32  # characters of it in a row: else a model may write blanks without end
 OF_BOUNDED = r"(([^\"\\\r\n]))"  # a character of a string of bounded length, as xgrammar has it
-OF_OTHERS = r"[^\0-\x1f\"\\\r\n]"
-CHARACTER = r"[^\0-\x1f\"\\\ud800-\udfff]"  # halves of a surrogate pair are no UTF-8
-OR_ESCAPED = rf'(({CHARACTER}) | ("\\" [\"\\/bfnrt]))'
+OF_OTHERS = r"[^\0-\x1f\"\\\r\n"  # in names beside others a letter of these follows
+CHARACTER = r"[^\0-\x1f\"\\\ud800-\udfff"  # halves of a surrogate pair are no UTF-8
+OR_ESCAPED = rf'(({CHARACTER}]) | ("\\" [\"\\/bfnrt]))'
 IN_A_TEXT = re.compile(r"(\\x[0-9a-f]{2})(?=[0-9a-fA-F])|\\.")
 IN_RULES = re.compile(rf'("(?:\\.|[^"\\])*")|{CLASS}')
 MOST_AT_ONCE = 4  # children

@@ -99,6 +99,7 @@ def test_what_is_not_kept_is_refused(compiler, constraint, message):
         ({"type": "string", "pattern": "^a", "maxLength": 3}, "not kept together"),
         ({"type": "string", "pattern": 'a"'}, "only as an escape"),
         ({"type": "string", "pattern": "a\\n"}, "only as an escape"),
+        ({"type": "string", "pattern": "\\u{fffffffff}é\\u{22}"}, "only as an escape"),
         ({"not": {"type": "string"}}, "not is not kept; leave"),
         ({"anyOf": [{"type": "null"}], "type": "null"}, "type beside anyOf"),
         (
@@ -257,11 +258,21 @@ def test_characters_of_strings_are_those_of_json_in_utf_8(schema):
             '{"ße":1}',
             "{}",
         ),
+        (
+            Constraint.json_schema({"type": "string", "pattern": "[^b]\\éa.🎉"}),
+            '"céax🎉"',
+            '""éax🎉"',
+        ),
         (Constraint.json_schema({"type": "string", "pattern": "^[A-ZÀ-ÿ0-9]+$"}), '"ÉA1"', '"a"'),
         (
             Constraint.json_schema({"type": "object", "patternProperties": {"^[é1]$": True}}),
             '{"1":2}',
             '{"\u0e91":2}',
+        ),
+        (
+            Constraint.json_schema({"properties": {"a": True}, "additionalProperties": True}),
+            '{"b":1}',
+            '{"\ud800":1}',
         ),
         (Constraint.regex(r"[ -ÿa-é日1]+\[é1\][^é1-]"), "日~\u007f[é1]a", "1[é1]é"),
         (Constraint.regex(r"[-\u00e9\dé-]+"), "-é1", "-d"),
@@ -275,7 +286,7 @@ def test_characters_before_hexadecimal_digits_are_those_that_are_asked_for(const
     compiled = xgrammar.GrammarCompiler(tokenizer).compile_grammar(grammar)
     for text, holds in ((kept, True), (left, False)):
         matcher = xgrammar.GrammarMatcher(compiled)
-        assert all(map(matcher.accept_token, [*text.encode(), 256])) == holds, text
+        assert all(map(matcher.accept_token, [*text.encode(errors="surrogatepass"), 256])) == holds
 
 
 def test_masks_behind_drafts_are_those_of_text_that_has_come(compiler):
