@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from formats.errors import PTQError
@@ -43,6 +44,11 @@ class CommandParser(argparse.ArgumentParser):
     """Arguments of a command; whatever is wrong, an option that it does not know gets a guess."""
 
     _given: Sequence[str] = ()
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        # A shell leaves `--output=~/x` as it stands, and `~` would become a folder of that name.
+        self.register("type", Path, lambda text: Path(os.path.expanduser(text)))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """`argparse.ArgumentParser.parse_args`."""

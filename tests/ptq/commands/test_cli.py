@@ -12,6 +12,7 @@ import pytest
 from formats.errors import EngineError
 from formats.namespace import require_own_packages
 from ptq import cli
+from ptq.commands import compare, convert, run
 
 ROOT = Path(__file__).resolve().parents[3]
 DOORS = ("ptq.run", "ptq.check", "ptq.inspect", "ptq.report", "inference.predict")
@@ -54,6 +55,15 @@ def test_an_unknown_command_gets_a_guess(found, meant, capsys):
 def test_every_command_knows_a_path_from_a_name_on_the_hub(words, capsys):
     assert cli.main(words.split()) == 2
     assert "/no/such: no such folder; give the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [["--output=~/out"], ["--output", "~/out"]])
+def test_a_path_in_the_home_folder(given, monkeypatch):
+    """Shells leave `--output=~/out` as it is typed."""
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert run.parser().parse_args(["~/r.yaml", *given]).output == Path("/somewhere/out")
+    assert convert.parser().parse_args(["a", "~/b"]).out == Path("/somewhere/b")
+    assert compare.parser().parse_args(["a", "~/b"]).outputs == [Path("a"), Path("/somewhere/b")]
 
 
 def test_arguments_and_exit_code_pass_through(monkeypatch):
