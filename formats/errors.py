@@ -6,8 +6,10 @@ Every message says what was found, what is allowed, and how to fix it. They live
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class PTQError(Exception):
@@ -57,3 +59,8 @@ def suggestion(found: str, allowed: Iterable[str]) -> str:
     close = get_close_matches(found, names, n=1, cutoff=0.5)
     guess = f"did you mean {close[0]!r}? " if close else ""
     return f"{guess}allowed: {', '.join(names)}"
+
+
+def typed(*words: str | Path) -> str:
+    """One of our commands for a message, in backticks, quoted so that it can be pasted."""
+    return f"`{shlex.join(['ptq', *map(str, words)])}`"

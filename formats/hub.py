@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, typed
 from formats.namespace import ROOT, later
 from formats.published import needs_code
 
@@ -225,8 +225,8 @@ def refuse_other_kinds(path: Path) -> None:
         if kind == "GGUF":
             raise CheckpointError(
                 f"{path}: found a GGUF file ({file.name}) where a folder is needed. Commands take "
-                f"the file itself; a folder of it is made by `ptq convert {file} FOLDER --to "
-                "compressed_tensors`"
+                "the file itself; a folder of it is made by "
+                f"{typed('convert', file, 'FOLDER', '--to', 'compressed_tensors')}"
             )
         if kind is not None:
             raise CheckpointError(

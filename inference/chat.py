@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from formats.chat_template import has_chat_template
 from formats.command import CommandParser, run_command
-from formats.errors import RequestError
+from formats.errors import RequestError, typed
 from formats.gguf.locate import locate_model
 from formats.namespace import later
 from inference.arguments import (
@@ -83,7 +83,7 @@ def _prompts(folder: Path, arguments: argparse.Namespace) -> PromptFormat:
         raise RequestError(
             f"{arguments.checkpoint}: the model's tokenizer has no chat template, so that it "
             "cannot be talked with. It completes text: "
-            f"`ptq predict {arguments.checkpoint} --prompt TEXT`"
+            f"{typed('predict', arguments.checkpoint, '--prompt', 'TEXT')}"
         )
     return PromptFormat.of(
         tokenizer,

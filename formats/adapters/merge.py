@@ -15,7 +15,7 @@ from formats.adapters.settings import adapter_folder
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.command import bar
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, typed
 from formats.lock import made_once
 from formats.scale_table import ScaleTable
 from formats.scheme import Scheme
@@ -70,7 +70,7 @@ def write_merged(
     if checkpoint.scheme.quantizes_anything:
         raise CheckpointError(
             f"{model}: found {checkpoint.scheme.wac}; an adapter is merged into floats. Make them "
-            f"first: `ptq convert {model} FLOAT --to float --adapter {adapter}`"
+            f"first: {typed('convert', model, 'FLOAT', '--to', 'float', '--adapter', adapter)}"
         )
     lora = read_lora(adapter, checkpoint)
     with CheckpointWriter(

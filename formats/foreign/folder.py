@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, typed
 from formats.families.names import by_block
 from formats.foreign.layout import Layout, named
 from formats.foreign.settings import Kind, integer_weights, read_settings
@@ -296,8 +296,9 @@ def require_scheme(folder: ForeignFolder) -> None:
     if refusal is not None:
         path = folder.path
         raise CheckpointError(
-            f"{path}: {refusal}. Make a float model of it with `ptq convert {path} FLOAT --to "
-            "float`, which runs, or is quantized with `ptq quantize FLOAT --scheme w4`"
+            f"{path}: {refusal}. Make a float model of it with "
+            f"{typed('convert', path, 'FLOAT', '--to', 'float')}, which runs, or is quantized with "
+            "`ptq quantize FLOAT --scheme w4`"
         )
 
 
@@ -311,6 +312,6 @@ def refuse_to_run(folder: ForeignFolder) -> None:
         if layout.instead is not None:
             raise CheckpointError(
                 f"{folder.path}: {layout.name} is not run as it is. Convert it, integers bit for "
-                f"bit, with `ptq convert {folder.path} CONVERTED --to {layout.instead}`, and give "
-                "CONVERTED"
+                f"bit, with {typed('convert', folder.path, 'CONVERTED', '--to', layout.instead)}, "
+                "and give CONVERTED"
             )

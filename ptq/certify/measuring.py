@@ -15,7 +15,7 @@ import torch
 
 from formats.checkpoint.read import Checkpoint
 from formats.command import bar
-from formats.errors import CheckpointError, NoFixedOrderError, RequestError
+from formats.errors import CheckpointError, NoFixedOrderError, RequestError, typed
 from formats.files import sha256_file
 from formats.gguf.locate import locate_model
 from formats.namespace import later
@@ -250,7 +250,8 @@ def verify(
     found = read_certificate(folder)
     if found is None:
         raise CheckpointError(
-            f"{folder}: found no {CERTIFICATE}; make it with `ptq certify {folder} --against MODEL`"
+            f"{folder}: found no {CERTIFICATE}; make it with "
+            f"{typed('certify', folder, '--against', 'MODEL')}"
         )
     made = found.made
     if not made.invariant:

@@ -23,7 +23,7 @@ from formats.adapters.factors import factors_document
 from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.native import only_here
 from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, typed
 from formats.families.names import HEAD
 from formats.families.values import named_dtype
 from formats.foreign.folder import named
@@ -84,7 +84,8 @@ def _act_order(source: Checkpoint, module: str) -> CheckpointError:
     return CheckpointError(
         f"{module}: g_idx is not sorted (act-order): its groups are no neighbouring inputs, which "
         "only GPTQ's own layout expresses. Here it runs as it is; elsewhere it must be quantized "
-        f"again: make a float model of it with `ptq convert {source.path} FLOAT --to float`, then "
+        f"again: make a float model of it with "
+        f"{typed('convert', source.path, 'FLOAT', '--to', 'float')}, then "
         "`ptq quantize FLOAT --scheme w4`"
     )
 

@@ -222,7 +222,7 @@ def test_pickled_weights_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tiny-Q4_K_M.gguf", ("found a GGUF file", "ptq convert")),
+        ("tiny-Q4 K_M.gguf", ("found a GGUF file", "tiny-Q4 K_M.gguf' FOLDER --to")),
         ("model.onnx", ("found ONNX", "the original model")),
         ("pytorch_model.bin", ("pickled", "safe_serialization")),
         ("consolidated.00.pth", ("pickled", "safe_serialization")),
@@ -245,6 +245,9 @@ def test_code_of_the_models_own_is_refused(folder):
 def test_no_model_at_all(tmp_path):
     refused(tmp_path / "absent", "no such folder")
     refused(tmp_path, "config.json", "is this a model folder?")
+    (tmp_path / "adapter_config.json").touch()
+    refused(tmp_path, "it holds an adapter", "--adapter")
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "config.json").write_text("{}")
     refused(tmp_path, "config.json", f"did you mean {tmp_path / 'checkpoint'}?")
