@@ -151,6 +151,8 @@ def read_config(path: Path) -> ConfigFile:
         refuse_other_kinds(path)
         inner = sorted(found.parent for found in path.glob(f"*/{CONFIG}"))
         guess = f"did you mean {inner[0]}?" if inner else "is this a model folder?"
+        if find_file(path, "adapter_config.json") is not None:
+            guess = "it holds an adapter. Give its base model here, and it with --adapter"
         raise CheckpointError(f"{path}: found no config.json; {guess}")
     quantization, settings = config.pop("quantization_config", None), SETTINGS
     if quantization is None:

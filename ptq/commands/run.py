@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 from formats.command import CommandParser
 from formats.errors import RecipeError
@@ -121,12 +122,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _refuse_taken(arguments: argparse.Namespace, loaded: LoadedRecipe) -> None:
-    """Refuse an output that exists.
+    """Refuse an output that exists; one that holds the model is refused later, with --force too.
 
     Raises:
         RecipeError: it may not be replaced.
     """
-    output = loaded.recipe.output.path
+    output, model = loaded.recipe.output.path, loaded.recipe.model.path
+    if Path(model).resolve().is_relative_to(output.resolve()):
+        return
     if is_taken(output) and output.is_dir() and not arguments.force:
         again = forced_command(arguments.recipe, arguments.set, arguments.output)
         raise RecipeError(

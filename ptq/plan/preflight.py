@@ -25,7 +25,7 @@ from calibrate.spec import SplitSpec
 from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
-from formats.errors import CheckpointError, EngineError, suggestion
+from formats.errors import CheckpointError, EngineError, suggestion, typed
 from formats.families.names import HEAD
 from formats.families.registry import MODEL_TYPES, find_family, is_causal_lm, unsupported
 from formats.gguf.metadata import model_metadata, require_writer, tokenizer_metadata
@@ -65,7 +65,7 @@ def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
         faults.append(
             f"{checkpoint.path} is quantized already ({checkpoint.scheme.wac}); give the original "
             "model in FP16, BF16 or FP32, or what "
-            f"`ptq convert {checkpoint.path} FLOAT --to float` makes of it"
+            f"{typed('convert', checkpoint.path, 'FLOAT', '--to', 'float')} makes of it"
         )
     if faults:
         raise where.error((MODEL, fault) for fault in faults)
@@ -248,11 +248,11 @@ def check_output(recipe: Recipe, needed: int, force: bool) -> Faults:
     key, path = ("output", "path"), recipe.output.path
     if path.exists() and not path.is_dir():
         yield key, f"{path} is a file; give a folder with --output"
+    elif recipe.model.folder.resolve().is_relative_to(path.resolve()):
+        yield key, f"{path} holds the model itself; give another --output"
     elif is_taken(path) and not force:
         replace = "give --force (in Python force=True) to replace it, or another --output"
         yield key, f"{path} exists already; {replace}"
-    if recipe.model.folder.resolve().is_relative_to(path.resolve()):
-        yield key, f"{path} holds the model itself; give another --output"
     parent = next(folder for folder in (path, *path.parents) if folder.is_dir())
     free = shutil.disk_usage(parent).free
     needed -= kept_bytes(path)  # by a run that was stopped: this one goes on with it, or removes it

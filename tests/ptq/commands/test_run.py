@@ -122,6 +122,12 @@ def test_an_existing_output_is_refused_with_the_command_that_replaces_it(here, c
     assert calls[2:] == ["quantize force=True", "report"]
 
 
+def test_no_command_is_printed_that_would_replace_the_model(here, calls, tiny_llama):
+    with pytest.raises(RecipeError, match="holds the model itself; give another --output"):
+        run.main(["r.yaml", "--output", str(tiny_llama)])
+    assert calls == []
+
+
 @pytest.mark.parametrize("name", ["elsewhere", "a: b", "1"])
 def test_output_may_be_given_on_the_command_line(name, here, calls):
     assert run.main(["r.yaml", "--output", name]) == 0

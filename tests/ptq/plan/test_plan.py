@@ -288,6 +288,8 @@ def test_an_output_around_the_model(tiny_llama, tmp_path):
     model = copy(tiny_llama, tmp_path / "out")
     with pytest.raises(RecipeError, match="holds the model itself"):
         plan(tmp_path, model, force=True)
+    (found,) = problems(tmp_path, model)  # `--force`, which would not help, is not proposed
+    assert "holds the model itself" in found
 
 
 def test_a_disk_that_is_too_small(tiny_llama, tmp_path, monkeypatch):
