@@ -257,7 +257,8 @@ def refuse_others(scheme: Scheme, target: str, *kinds: str) -> None:
     if weights is None or weights.dtype not in kinds or weights.float_zeros:
         raise CheckpointError(
             f"found {weights.text if weights else 'no quantized weights'}; {target} holds "
-            f"{' and '.join(kinds)} weights, per channel or in groups, with integer zero points"
+            f"{' and '.join(kinds)} weights, per channel or in groups, with integer zero points. "
+            "Quantize the original model with a recipe such as w4_gptq"
         )
     if scheme.activations is not None:
         raise CheckpointError(

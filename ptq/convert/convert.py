@@ -196,10 +196,10 @@ def _export_tables(checkpoint: Checkpoint, to: Destination) -> Conversion:
 
 def _export(source: Checkpoint, to: Destination, target: str) -> Conversion:
     modules = source.quantized_modules
-    source.require_one_scheme(target)
-    _refuse_head(source, target)
     rest, head = unquantized(source, modules), HEAD in modules
     layout, quantization = _target(target, source.scheme, rest, head)
+    source.require_one_scheme(target)
+    _refuse_head(source, target)
     with building_directory(to.out, replace=to.force) as folder:
         shards = ShardWriter(folder, to.shard_bytes)
 

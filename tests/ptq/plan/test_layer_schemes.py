@@ -157,6 +157,8 @@ def test_tools_tell_schemes_of_layers_apart(made, tiny_llama, tmp_path):
     assert f"{name}: '{dynamic}' -> '{group}'" in lines
     with pytest.raises(CheckpointError, match="gptq holds one scheme .* without layers$"):
         convert(made["int4 + int8"].path, tmp_path / "out", "gptq")
+    with pytest.raises(CheckpointError, match="Quantize the original model with an fp8_block"):
+        convert(made["int4 + int8"].path, tmp_path / "out", "fp8_block")
 
 
 @pytest.mark.parametrize("kind", MIXED)
