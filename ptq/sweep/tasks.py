@@ -142,7 +142,9 @@ def read_spec(path: Path) -> SweepSpec:
     try:
         document = parse(path.read_bytes().decode("utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+        reason = error.strerror if isinstance(error, OSError) else f"it is no UTF-8: {error}"
+        wanted = "Give the YAML file of a sweep: models, recipes and output"
+        raise RecipeError(f"{path}: cannot be read ({reason}). {wanted}") from error
     where, problems = Where(document.origins), document.problems
     data = _spelled_out(document.data)
     if not isinstance(data, dict):

@@ -8,6 +8,7 @@ import pytest
 from formats.errors import RecipeError
 from ptq.sweep import tasks
 from ptq.sweep.tasks import Resources, plan_tasks, read_spec
+from tests.refusals import refused_recipe
 
 SPEC = """\
 models: [tiny-python, {path: models/other, name: other}]
@@ -92,3 +93,9 @@ def test_every_task_that_cannot_run_is_told_before_any_runs(folder):
     assert "tiny-python/mine: --set scheme=w44: scheme" in told
     assert "other/w8_rtn: models: ./nowhere: model.path: no such folder" in told
     assert not (folder / "out").exists()
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    refused_recipe(r"cannot be read \(No such file or directory\)", read_spec, tmp_path / "none")
+    (tmp_path / "latin").write_bytes(b"models: [\xe4]")
+    refused_recipe("it is no UTF-8: .*Give the YAML file of a sweep", read_spec, tmp_path / "latin")
