@@ -18,6 +18,7 @@ also has are left out of it.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -234,7 +235,7 @@ def _read(
 ) -> Documents:
     """Texts of a source."""
     column = spec.messages_column or spec.column
-    path = root / Path(source).expanduser()
+    path = root / os.path.expanduser(source)
     if source == "stdlib":
         _refuse_parts(spec, source)
         return stdlib_documents(split), ()

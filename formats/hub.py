@@ -41,7 +41,7 @@ log = logging.getLogger("ptq.formats")
 
 def find_model(name: str | Path, folder: Path = Path()) -> Path | None:
     """The local folder or .gguf file that a path, from `folder` on, or a shipped name is."""
-    path = folder / Path(name).expanduser()
+    path = folder / os.path.expanduser(name)
     if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
         return path
     shipped = ROOT / "recipes" / name

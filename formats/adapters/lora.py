@@ -15,6 +15,7 @@ are the layers that they hold here: each gets its rows of B, and A whole.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -255,7 +256,7 @@ def factors_for(folder: Path, trained_on: str | None, checkpoint: Checkpoint) ->
 
 
 def _is_folder(name: str, folder: Path) -> bool:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return path.is_dir() and path.samefile(folder)
 
 

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     spec = read_spec(arguments.spec)
     tasks = plan_tasks(spec, arguments.spec.absolute().parent)
-    output = Path(spec.output).expanduser().absolute()
+    output = Path(os.path.expanduser(spec.output)).absolute()
     with output_locked(output):
         left = left_to_run(tasks)
         outcomes = {task.name: ended for task in tasks if (ended := task.ended()) is not None}

@@ -123,12 +123,12 @@ class Draft(Document):
             found = find_model(value, base) if key[0] == "model" else None
             if found is None and key[0] == "model" and is_hub_id(value):
                 continue  # a name on the hub
-            section[key[1]] = os.path.normpath(found or base / Path(value).expanduser())
+            section[key[1]] = os.path.normpath(found or base / os.path.expanduser(value))
         for i, item in enumerate(peers_of(self.data)):
             key = ("report", "peers", i, "python")
             if isinstance(item, dict) and isinstance(item.get("python"), str):
                 base = folder if Where(self.origins)(key).line else Path.cwd()
-                item["python"] = os.path.normpath(base / Path(item["python"]).expanduser())
+                item["python"] = os.path.normpath(base / os.path.expanduser(item["python"]))
 
     def check_model(self) -> None:
         """Note a problem where the model's folder is none, or has a revision; or its adapter."""

@@ -8,6 +8,7 @@ the first line of its file.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -97,7 +98,7 @@ def settings_for(
     settings |= {"model.adapter": str(adapter)} if adapter is not None else {}
     settings |= {"dataset.name": str(data)} if data is not None else {}
     asked = any(text.startswith(("dataset.column", "dataset.messages_column")) for text in given)
-    if data is not None and not asked and (path := Path(data).expanduser()).exists():
+    if data is not None and not asked and (path := Path(os.path.expanduser(data))).exists():
         columns = sources.guess_columns(path)
         settings |= {f"dataset.{key}": column for key, column in columns.items()}
     written: list[str] = [

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -279,7 +280,7 @@ def plan_tasks(spec: SweepSpec, folder: Path) -> list[Task]:
     Raises:
         RecipeError: tells every task whose recipe or model is wrong, and how.
     """
-    output = Path(spec.output).expanduser().absolute()
+    output = Path(os.path.expanduser(spec.output)).absolute()
     tasks: list[Task] = []
     faults: list[str] = []
     for model in spec.models:
@@ -300,7 +301,7 @@ def _task(
 ) -> Task:
     recipe = entry.recipe
     if (folder / recipe).is_file() or recipe not in shipped_paths():
-        recipe = str(find_recipe(Path(recipe).expanduser(), folder).absolute())
+        recipe = str(find_recipe(Path(os.path.expanduser(recipe)), folder).absolute())
     path = override_value(_model_path(model.path, folder))
     settings = [Override(f"model.path={path}", f"models: {model.path}"), *spec.set, *entry.set]
     run = output / model.label / entry.label
@@ -316,7 +317,7 @@ def _model_path(path: str, folder: Path) -> str:
     found = find_model(path, folder)
     if found is None and is_hub_id(path):
         return path
-    return str((found or folder / Path(path).expanduser()).absolute())
+    return str((found or folder / os.path.expanduser(path)).absolute())
 
 
 def left_to_run(tasks: Sequence[Task]) -> list[Task]:

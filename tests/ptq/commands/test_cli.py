@@ -66,6 +66,20 @@ def test_a_path_in_the_home_folder(given, monkeypatch):
     assert compare.parser().parse_args(["a", "~/b"]).outputs == [Path("a"), Path("/somewhere/b")]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "inspect ~no-such-user/x",
+        "check w8_rtn --set model.path=~no-such-user/x",
+        "quantize recipes/tiny-python --scheme w8 --data ~no-such-user/x",
+        "predict recipes/tiny-python --prompt a --adapter a=~no-such-user/x",
+    ],
+)
+def test_the_home_of_a_user_that_is_not_here_is_no_such_path(words, capsys):
+    assert cli.main(words.split()) == 2
+    assert "~no-such-user/x" in capsys.readouterr().err
+
+
 def test_arguments_and_exit_code_pass_through(monkeypatch):
     given = []
     module = ModuleType("ptq.commands.run")
