@@ -49,6 +49,12 @@ def require_run(output: Path) -> None:
     raise CheckpointError(f"{output}: {found} the output folder of a finished `ptq run`")
 
 
+def title_of(checkpoint: Path) -> str:
+    """What a checkpoint's folder is called, or where that says nothing the run's output."""
+    folder = checkpoint.absolute()
+    return folder.parent.name if folder.name == CHECKPOINT_FOLDER else folder.name
+
+
 def kept_bytes(output: Path) -> int:
     """Size of what a stopped run has left to go on with."""
     folders = (output / RESUME_FOLDER, output / GRADIENTS_FOLDER)

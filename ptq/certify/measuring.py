@@ -41,7 +41,7 @@ from ptq.certify.figures import TASKS, Row, Rows
 from ptq.certify.page import render
 from ptq.certify.setting import LEVELS, LevelName, Pair, Setting, read_texts
 from ptq.certify.texts import context_cases, measure_contexts, measure_text, text_cases
-from ptq.output import CHECKPOINT_FOLDER
+from ptq.output import title_of
 from ptq.report.known import rounding_noise
 
 with later():
@@ -220,9 +220,7 @@ def certify(
     made = made_now(folders, prompts, since, invariant=pair.quantized.config.invariant, **given)
     noise = rounding_noise(device, pair.original.checkpoint.config)
     found = certificate_of(rows, made, kl_limit(folder, noise))
-    named = folder.absolute()
-    title = named.parent.name if named.name == CHECKPOINT_FOLDER else named.name
-    write_certificate(folder, found, render(found, title))
+    write_certificate(folder, found, render(found, title_of(folder)))
     return found
 
 

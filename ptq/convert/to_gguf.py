@@ -48,6 +48,7 @@ from formats.namespace import later
 from formats.scheme import SUPER_BLOCK, WeightSpec
 from ptq.convert.conversion import Conversion
 from ptq.methods.common.float_model import values_of
+from ptq.output import title_of
 
 with later():
     import gguf
@@ -97,7 +98,7 @@ def to_gguf(source: Checkpoint, out: Path, force: bool, progress: bool) -> Conve
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
             writer = gguf.GGUFWriter(part, values["general.architecture"])
-            writer.add_name(source.path.name)
+            writer.add_name(title_of(source.path))
             _add(writer, values | tokenizer)
             written = _add_tensors(writer, tensors, progress)
             _require_same(part, written)

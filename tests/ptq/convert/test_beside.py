@@ -14,6 +14,8 @@ SMALL = (*FEW, "scheme.weights.group_size=32", "output.format=gguf")
 
 
 def test_the_file_is_that_of_convert(tmp_path, tiny_llama, monkeypatch):
+    from gguf import GGUFReader
+
     from ptq.convert.convert import convert
 
     (tmp_path / "text.py").write_text("def add(a, b):\n    return a + b\n" * 40)
@@ -24,6 +26,10 @@ def test_the_file_is_that_of_convert(tmp_path, tiny_llama, monkeypatch):
     found = made.checkpoint.parent / "model.gguf"
     convert(made.checkpoint, Path("again.gguf"), "gguf", progress=False)
     assert found.read_bytes() == Path("again.gguf").read_bytes()
+    name = GGUFReader(found).fields["general.name"].contents()
+    assert (
+        name == made.checkpoint.parent.name
+    )  # not `checkpoint`, as the list of a server would say
 
 
 def test_a_model_that_llama_cpp_has_not_is_refused_before_any_work(tmp_path, make_model):
