@@ -30,13 +30,14 @@ from formats.foreign.fp8 import fp8_block_config, fp8_block_layout, refuse_fp8_b
 from formats.foreign.gptq import Version, gptq_config, gptq_layout, refuse_gptq
 from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import refuse_pickle
+from formats.foreign.paddle import FILES as TABLES
 from formats.foreign.paddle import paddle_tables
 from formats.gguf.locate import is_gguf, locate_model, locate_source
 from formats.gguf.unpack import unpack
 from formats.lock import target_locked
 from formats.namespace import version as own_version
 from formats.scheme import Scheme, has_float_zeros
-from formats.stored.folder import SETTINGS_FILES, read_config
+from formats.stored.folder import CONFIG, SETTINGS_FILES, read_config
 from formats.stored.shards import ShardWriter
 from ptq.convert.conversion import Conversion, Destination, unquantized, verify
 from ptq.convert.imports import import_folder, import_tables
@@ -83,6 +84,7 @@ def convert(
     to = Destination(out, force, shard_bytes, progress)
     if source.resolve().is_relative_to(out.resolve()):
         raise CheckpointError(f"{out} holds the source {source}; choose another output path")
+    _refuse_other_folder(out)
     _check_options(target, tables=tables, dtype=dtype, adapter=adapter)
     _check_gguf(source, target, tables)
     with target_locked(out):
@@ -93,6 +95,21 @@ def convert(
                 _refuse_stored_merged(source, config)
             return merge_adapter(source, adapter, to, dtype)
         return _convert(source, to, target, tables, dtype)
+
+
+def _refuse_other_folder(out: Path) -> None:
+    """Refuse to replace, with --force too, a folder that no conversion has made.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if names and not {CONFIG, *TABLES} & {*names}:
+        found = ", ".join(names[:3])
+        raise CheckpointError(
+            f"{out} exists already and holds no model that --force could replace (found {found}); "
+            "choose another output path, or remove it yourself"
+        )
 
 
 def _convert(

@@ -241,7 +241,11 @@ def test_existing_folders_need_force_and_the_source_is_safe(quantized, tmp_path)
     out.mkdir()
     (out / "mine.txt").write_text("kept")
     arguments = [str(source), str(out), "--to", "gptq"]
-    refused_checkpoint("exists already", command.main, arguments)
+    for force in ([], ["--force"]):
+        message = r"holds no model that --force could replace \(found mine.txt\)"
+        refused_checkpoint(message, command.main, [*arguments, *force])
+    (out / "config.json").write_text("{}")
+    refused_checkpoint("exists already. Remove it", command.main, arguments)
     assert (out / "mine.txt").exists()
     assert command.main([*arguments, "--force"]) == 0
     assert not (out / "mine.txt").exists()
