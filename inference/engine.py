@@ -494,6 +494,7 @@ class Engine:
             refused = self._requests.admit_compiled()
             result = self.loop.step()
             result.finished = refused + result.finished
+            result.found, self._scheduler.found = self._scheduler.found, {}
             return result
         except Exception as error:  # the engine's boundary: nothing of a broken step may stay
             if self.backend.ran_out(error):

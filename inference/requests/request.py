@@ -262,6 +262,7 @@ class StepResult:
             log probability} of the likeliest, most likely first.
         drafts: Of requests that had drafts in the step: the name, how many, and how many of them
             came; these are the first of the tokens that it gained.
+        found: Of requests that began: how many tokens of the prompt the prefix cache held.
     """
 
     names: list[str] = field(default_factory=list)
@@ -271,6 +272,7 @@ class StepResult:
     finished: list[RequestOutput] = field(default_factory=list)
     candidates: dict[str, Logprobs] = field(default_factory=dict)
     drafts: list[tuple[str, int, int]] = field(default_factory=list)
+    found: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.names or self.finished or self.candidates)
@@ -290,6 +292,8 @@ class StepResult:
             parts[output.request_id not in names].finished.append(output)
         for own in self.drafts:
             parts[own[0] not in names].drafts.append(own)
+        for name, count in self.found.items():
+            parts[name not in names].found[name] = count
         return parts
 
     def __iadd__(self, other: StepResult) -> StepResult:
@@ -301,4 +305,5 @@ class StepResult:
         self.finished += other.finished
         self.candidates |= other.candidates
         self.drafts += other.drafts
+        self.found |= other.found
         return self

@@ -59,6 +59,7 @@ class Scheduler:
         running: Those that run, in the order in which they began.
         queried_tokens: Tokens of sequences when they began, all in all.
         hit_tokens: Those of them that the cache held.
+        found: The same by sequence, of those that began since who counts them took it.
         preemptions: Times that a sequence gave its blocks up.
     """
 
@@ -80,6 +81,7 @@ class Scheduler:
         self.batch = RunningBatch(max_batch_size)
         self.batch.states = self._states = blocks.states
         self.queried_tokens = self.hit_tokens = self.preemptions = 0
+        self.found: dict[str, int] = {}
         self._kept = 0  # places that running sequences keep for forks
         self._arrived = 0
 
@@ -483,6 +485,7 @@ class Scheduler:
         sequence.promised = self.blocks.promise(name, own, self._root_of(sequence))
         self.queried_tokens += len(tokens)
         self.hit_tokens += hit
+        self.found[name] = hit
         return count
 
     def _fill(self, sequence: Sequence, found: int) -> None:

@@ -78,6 +78,7 @@ class Usage:
         completion: Of the answers.
         drafts: Drafts of all answers that were computed.
         accepted: Tokens of the answers that were drafts.
+        cached: Tokens of the prompts that the prefix cache held when their first answers began.
     """
 
     prompt: int
@@ -85,6 +86,7 @@ class Usage:
     completion: int = 0
     drafts: int = 0
     accepted: int = 0
+    cached: int = 0
 
     def add(self, gained: Delta) -> None:
         """Count what an answer gained, or all of one."""
@@ -101,6 +103,8 @@ class Usage:
         total = self.prompt + self.completion
         fields = {"prompt_tokens": self.prompt, "completion_tokens": self.completion}
         content: dict[str, Any] = fields | {"total_tokens": total}
+        if self.cached:
+            content["prompt_tokens_details"] = {"cached_tokens": self.cached}
         if self.speculates:
             content["completion_tokens_details"] = {
                 "accepted_prediction_tokens": self.accepted,
@@ -159,6 +163,8 @@ class Call:
                 if not self.silent:
                     self.usage.add(delta)
                 place = left[stream]
+                if place % self.best_of == 0:  # others find what the first has computed
+                    self.usage.cached += delta.cached
                 _find_calls(parsers[place], delta)
                 if delta.finish_reason is not None:
                     del left[stream]

@@ -170,6 +170,9 @@ class OpenRequests:
                 gained = stream.gained
                 gained.logprobs = [] if gained.logprobs is None else gained.logprobs
                 gained.logprobs.append(logprobs)
+        for name, count in step.found.items():
+            if (stream := self.stream(name)) is not None and not self._requests[name].made:
+                stream.gained.cached = count  # one with tokens was preempted, and finds its own
         if step.names:
             self._take_tokens(step)
         for name, drafts, accepted in step.drafts:

@@ -33,6 +33,7 @@ class Delta:
         error: Why, where the reason is `error` or `abort`.
         drafts: How many drafts the steps had that gave the tokens.
         accepted: How many of the tokens were drafts.
+        cached: Tokens of the prompt that the prefix cache held: once, with the first tokens.
     """
 
     text: str = ""
@@ -44,6 +45,7 @@ class Delta:
     error: str | None = None
     drafts: int = 0
     accepted: int = 0
+    cached: int = 0
 
     @property
     def mean_logprob(self) -> float:
@@ -65,6 +67,7 @@ class Delta:
         self.error = later.error or self.error
         self.drafts += later.drafts
         self.accepted += later.accepted
+        self.cached += later.cached
 
 
 class AnswerText(Detokenizer):

@@ -84,10 +84,10 @@ def convert(
     to = Destination(out, force, shard_bytes, progress)
     if source.resolve().is_relative_to(out.resolve()):
         raise CheckpointError(f"{out} holds the source {source}; choose another output path")
-    _refuse_other_folder(out)
     _check_options(target, tables=tables, dtype=dtype, adapter=adapter)
     _check_gguf(source, target, tables)
     with target_locked(out):
+        _refuse_other_folder(out)
         if adapter is not None:
             source = locate_model(source, floats=True) if is_gguf(source) else source
             config, quantization, *_ = read_config(source)

@@ -163,3 +163,13 @@ def test_behind_a_shared_system_prompt_the_first_token_comes_at_once(make_model)
         engine.generate([prompt], params)[0].logprobs == cold.generate([prompt], params)[0].logprobs
     )
     assert engine.stats().hit_tokens == 4 * 2048
+
+
+def test_a_step_tells_what_the_cache_held_of_requests_that_begin(tiny_llama):
+    engine, found = engine_of(tiny_llama), []
+    for prompt in (ids(130), ids(150), ids(10)):
+        name = engine.add_request(prompt, SamplingParams(max_tokens=3))
+        steps = [engine.advance().found for _ in range(4)]
+        found.append(steps[0].pop(name))
+        assert not any(steps)
+    assert found == [0, 128, 0]

@@ -126,7 +126,8 @@ class EngineLoop:
             else:  # found out only after it was taken
                 self._channel.send(messages.Refused(name, output.error or "", output.param))
         gained = result.names, result.tokens, result.logprobs, result.prompt_logprobs
-        return messages.Step(*gained, drafts=result.drafts, ended=ended, stats=self._stats())
+        beside = {"drafts": result.drafts, "found": result.found}
+        return messages.Step(*gained, **beside, ended=ended, stats=self._stats())
 
     def _fail(self, error: EngineError) -> None:
         """A step failed, and all requests with it; raise the error where it is the last."""

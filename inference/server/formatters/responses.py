@@ -259,7 +259,7 @@ class ResponseFormatter(Formatter):
         usage = self.call.usage
         counts = {
             "input_tokens": usage.prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt + usage.completion,

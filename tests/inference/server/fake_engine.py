@@ -77,6 +77,7 @@ class FakeEngine:
         hold: Give no tokens while it is set.
         together: Tokens of each request in a step, as where drafts come.
         drafts: Drafts of each request in a step, of which all its tokens but the last come.
+        found: Tokens of each prompt that the prefix cache holds.
         warm: Be ready at once; otherwise call `start`.
         sent: Every message that the client sent.
         client: What is tested.
@@ -88,6 +89,7 @@ class FakeEngine:
     hold: bool = False
     together: int = 1
     drafts: int = 0
+    found: int = 0
     info: messages.EngineInfo = INFO
     limits: QueueLimits = field(default_factory=QueueLimits)
     warm: bool = True
@@ -173,6 +175,7 @@ class FakeEngine:
             if (request := self._requests.get(name)) is None:
                 continue
             params, token = request.params, request.answer[request.made]
+            step.found[name] = self.found
             step.names.append(name)
             step.tokens.append(token)
             if params.logprobs is not None:

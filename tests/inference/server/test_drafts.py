@@ -141,6 +141,15 @@ def test_usage_tells_of_drafts_where_the_server_makes_any(route):
     assert found["completion_tokens_details"] == none
 
 
+@pytest.mark.parametrize("route", ASKED)
+def test_usage_tells_what_the_cache_held_of_each_prompt_once(route):
+    assert "prompt_tokens_details" not in usage(route, {"max_tokens": 3}, FakeEngine)
+    found = usage(route, {"max_tokens": 3, "n": 2}, partial(FakeEngine, found=5))
+    assert found["prompt_tokens_details"] == {"cached_tokens": 5}
+    told = post("/v1/responses", {"input": "a"}, make=partial(FakeEngine, found=5)).json()
+    assert told["usage"]["input_tokens_details"]["cached_tokens"] == 5
+
+
 def test_usage_so_far_tells_the_drafts_so_far():
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = ASKED["completions"] | {"max_tokens": 12, "stream": True, "stream_options": options}
