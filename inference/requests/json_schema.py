@@ -41,10 +41,10 @@ TELLING = {  # keywords by which xgrammar knows a type that is not named
     "array": {"items", "prefixItems"},
 }
 DECIDING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-FORMATS = frozenset(
+FORMATS = (
     "email date time date-time duration ipv4 ipv6 hostname uuid uri uri-reference uri-template "
-    "json-pointer relative-json-pointer".split()
-)
+    "json-pointer relative-json-pointer"
+).split()
 OF_JSON = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
 LARGEST = 2**63
 
@@ -73,6 +73,8 @@ def check_schema(root: Any) -> None:
         else:
             _check_types(path, schema, keywords)
         if "$ref" in schema:
+            if not isinstance(schema["$ref"], str):
+                raise refused(path, "$ref is a string, such as '#/$defs/NAME'")
             references.append((path, schema["$ref"]))
         waiting += _parts(path, schema)
     for path, target in references:
@@ -170,7 +172,7 @@ def _check_object(path: str, schema: dict) -> None:
     named, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(named, dict) or not isinstance(required, list):
         raise refused(path, "properties is an object of schemas, and required a list of names")
-    missing = [name for name in required if name not in named]
+    missing = [name for name in required if not isinstance(name, str) or name not in named]
     if missing:
         raise refused(path, f"{missing[0]!r:.80} is required; name it in properties too")
     patterns = _mapping(schema, "patternProperties")
@@ -199,7 +201,7 @@ def _check_value(path: str, value: Any, named: Any) -> None:
         kinds = {OF_JSON.get(type(value), "number")}
         if kinds == {"number"} and value == int(value):
             kinds.add("integer")
-        if not kinds & {*types}:
+        if not any(kind in types for kind in kinds):
             raise refused(path, f"{value!r:.80} is not of type {' or '.join(map(str, types))}")
 
 

@@ -5,6 +5,8 @@
 - `nullable: true`, OpenAPI's, is one more option, null;
 - `allOf` of several schemas, with what stands beside it, and what stands beside a `$ref`, is one
   schema that all of them hold for, and `unevaluatedProperties` are then its additional ones;
+- `oneOf` of types or values that differ, or of objects that a property with listed values tells
+  apart, is `anyOf`; that property is then required, so that an object is one of them and no other;
 - patterns are in ASCII, see `characters`.
 
 What is not among these stays as it is, for `json_schema` to check.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
@@ -77,7 +80,7 @@ class _Rewriter:
             made = dict(self._flat(schema))
         except NothingFitsError as error:
             raise refused(path, f"no value holds for all of allOf: {error}") from error
-        except (RecursionError, TypeError) as error:
+        except (RecursionError, TypeError, LookupError, AttributeError) as error:
             raise refused(path, "allOf of these schemas is not kept; write them as one") from error
         if "unevaluatedProperties" in made and not made.keys() & {"$ref", *OF_SEVERAL}:
             made.setdefault("additionalProperties", made.pop("unevaluatedProperties"))
@@ -87,6 +90,9 @@ class _Rewriter:
             made["pattern"] = in_ascii(made["pattern"])
         if isinstance(named := made.get("patternProperties"), dict):
             made["patternProperties"] = {in_ascii(n): part for n, part in named.items()}
+        if "anyOf" not in made and (options := self._exclusive(made.get("oneOf"))) is not None:
+            made["anyOf"] = options
+            del made["oneOf"]
         for key in WITH_NAMES:
             if isinstance(parts := made.get(key), dict):
                 made[key] = {n: self.schema(f"{path}/{key}/{n}", part) for n, part in parts.items()}
@@ -97,6 +103,33 @@ class _Rewriter:
             if isinstance(parts := made.get(key), list):
                 made[key] = [self.schema(f"{path}/{key}/{i}", p) for i, p in enumerate(parts)]
         return made
+
+    def _exclusive(self, options: Any) -> list[Any] | None:
+        """Schemas of which no two hold for a value, as they are or with a property required; None
+        where none are known."""
+        found = [self._meant(option) for option in options] if isinstance(options, list) else []
+        if not found or not all(isinstance(own, dict) for own in found):
+            return None
+        if _differ(found) or _of_other_types(found):
+            return options
+        names = found[0].get("properties")
+        for name in names if isinstance(names, dict) else ():
+            parts = [own["properties"].get(name) for own in found if _is_object(own)]
+            if len(parts) == len(found) and _differ(parts):
+                return [
+                    option
+                    if name in own.get("required", [])
+                    else {**option, "required": [*option.get("required", []), name]}
+                    for option, own in zip(options, found, strict=True)
+                ]
+        return None
+
+    def _meant(self, option: Any) -> Any:
+        """An option, or what it refers to."""
+        if isinstance(option, dict) and _rules(option) == {"$ref"}:
+            steps = _steps(option["$ref"])
+            return self._at(steps) if steps else None
+        return option
 
     def _reference(self, target: str) -> str:
         """A reference to a copy, unless the place is one that needs none."""
@@ -246,6 +279,33 @@ class _Rewriter:
             return self._both(one, other)
         except NothingFitsError:
             return False
+
+
+def _is_object(schema: Mapping[str, Any]) -> bool:
+    own = schema.get("properties"), schema.get("required", [])
+    return schema.get("type") == "object" and [*map(type, own)] == [dict, list]
+
+
+def _of_other_types(schemas: list[Any]) -> bool:
+    for one, other in combinations([schema.get("type") for schema in schemas], 2):
+        try:
+            _common_type(one, other)
+        except NothingFitsError:
+            continue
+        return False
+    return True
+
+
+def _differ(schemas: list[Any]) -> bool:
+    """Whether all list their values, and no two list the same."""
+    values = list[str]()
+    for schema in schemas:
+        own = schema if isinstance(schema, dict) else {}
+        listed = [own["const"]] if "const" in own else own.get("enum")
+        if not isinstance(listed, list):
+            return False
+        values += {_written(value) for value in listed}
+    return len({*values}) == len(values)
 
 
 def _steps(target: Any) -> list[str]:

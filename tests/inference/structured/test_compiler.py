@@ -1,9 +1,10 @@
 """Compiling what strangers write: bounds, crashes, what is kept, and tokenizers of every kind."""
 
 import json
+import random
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pydantic
@@ -13,6 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from formats.errors import RequestError
 from formats.tokenizer import load_tokenizer
 from inference.requests.constraint import Constraint
+from inference.requests.json_schema import DECIDING
+from inference.requests.plain_schema import BOTH, OF_ONE, OF_SEVERAL, WITH_NAMES
 from inference.structured import compiler as compiling
 from inference.structured.compiler import GrammarCompiler, GrammarMatcher, tokenizer_info
 from inference.structured.helper import Bounds, compile_one, grammar_of
@@ -77,6 +80,8 @@ def test_bombs_and_crashes_are_refused_and_the_next_is_compiled(compiler):
         (Constraint.json_schema({"type": "integer", "minimum": 1e300}), "exceeds"),
         (Constraint.json_schema({"type": "integer", "multipleOf": 5, "minimum": 1}), "ignoring"),
         (Constraint.json_schema({"oneOf": [{"type": "string"}, {"maxLength": 3, "type": "string"}]}), "oneOf"),
+        (Constraint.json_schema({"oneOf": [{"type": "number"}, {"type": "integer"}]}), "oneOf"),
+        (Constraint.json_schema({"oneOf": [{"enum": [1, 2]}, {"const": 2}]}), "oneOf"),
         (Constraint.structural_tag({}), "tructural"),
         (Constraint.structural_tag({"type": "structural_tag", "format": {"type": "zz"}}), "tructural"),
     ],
@@ -93,6 +98,7 @@ def test_what_is_not_kept_is_refused(compiler, constraint, message):
         ({"patternProperties": {"^a$": True}}, "not kept without a type"),
         ({"minItems": 3}, "not kept without a type"),
         ({"type": "strin"}, "allowed are string, integer"),
+        ({"items": {"$ref": ["#"]}}, r"\$ref is a string"),
         ({"type": "string", "minLenght": 3}, "minLenght is not kept for string"),
         ({"type": "array", "uniqueItems": True}, "uniqueItems is not kept"),
         ({"type": "string", "format": "iban"}, "format 'iban' is not kept"),
@@ -247,6 +253,42 @@ def test_characters_of_strings_are_those_of_json_in_utf_8(schema):
         assert matches(text.encode()), text
     for half_or_control in (b"\xed\xa0\x80", b"\xed\xbf\xbf", b"\x01", b"\n", b"\xc3"):
         assert not matches(half_or_control), half_or_control
+
+
+def test_whatever_a_schema_holds_it_is_taken_or_refused():
+    rng, words = random.Random(5), sorted({*WITH_NAMES, *OF_ONE, *OF_SEVERAL, *BOTH, *DECIDING})
+    words += ["type", "required", "format", "pattern", "multipleOf", "nullable"]
+    plain = [
+        5,
+        None,
+        True,
+        "x",
+        "#",
+        "object",
+        ["string", "null"],
+        [],
+        {},
+        [[]],
+        [{}],
+        {"a": {"const": 1}},
+    ]
+
+    def value(depth: int) -> Any:
+        drawn = rng.random()
+        if depth == 0 or drawn > 0.4:
+            return rng.choice(plain)
+        return schema(depth - 1) if drawn < 0.25 else [value(depth - 1) for _ in range(2)]
+
+    def schema(depth: int) -> dict[str, Any]:
+        return {rng.choice(words): value(depth) for _ in range(rng.randint(0, 4))}
+
+    refused = 0
+    for _ in range(4000):
+        try:
+            json.loads(Constraint.json_schema(schema(3)).plain)
+        except RequestError:
+            refused += 1
+    assert 1000 < refused < 4000
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,19 @@ SCHEMAS: list[tuple[Any, Callable[[Any], bool]]] = [
         {"allOf": [{"type": ["integer", "null"], "minimum": 7}, {"type": "number", "maximum": 8}]},
         lambda x: x in (7, 8),
     ),
+    (
+        {
+            "$defs": {  # as pydantic writes a union with a discriminator
+                "Cat": closed(kind={"const": "cat", "type": "string"}, lives={"const": 9}),
+                "Dog": closed(False, kind={"const": "dog", "default": "dog"}, old={"const": None}),
+            },
+            "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+            "discriminator": {"propertyName": "kind"},
+        },
+        lambda x: x in ({"kind": "cat", "lives": 9}, {"kind": "dog"}, {"kind": "dog", "old": None}),
+    ),
+    ({"oneOf": [{"type": "null"}, closed(a={"const": 1})]}, lambda x: x in (None, {"a": 1})),
+    ({"oneOf": [{"const": "a"}, {"enum": ["b", 2]}]}, lambda x: x in ("a", "b", 2)),
     (TREE, tree),
 ]  # fmt: skip
 
