@@ -108,7 +108,7 @@ class _Rewriter:
         """Schemas of which no two hold for a value, as they are or with a property required; None
         where none are known."""
         found = [self._meant(option) for option in options] if isinstance(options, list) else []
-        if not found or not all(isinstance(own, dict) for own in found):
+        if not found or not all(map(_is_plain, found)):
             return None
         if _differ(found) or _of_other_types(found):
             return options
@@ -281,12 +281,18 @@ class _Rewriter:
             return False
 
 
+def _is_plain(schema: Any) -> bool:
+    """Whether a schema's own type and values are all that holds: null does where it is nullable."""
+    return isinstance(schema, dict) and "nullable" not in schema
+
+
 def _is_object(schema: Mapping[str, Any]) -> bool:
     own = schema.get("properties"), schema.get("required", [])
     return schema.get("type") == "object" and [*map(type, own)] == [dict, list]
 
 
 def _of_other_types(schemas: list[Any]) -> bool:
+    """Whether all name their types, and no two have one in common."""
     for one, other in combinations([schema.get("type") for schema in schemas], 2):
         try:
             _common_type(one, other)
@@ -300,7 +306,7 @@ def _differ(schemas: list[Any]) -> bool:
     """Whether all list their values, and no two list the same."""
     values = list[str]()
     for schema in schemas:
-        own = schema if isinstance(schema, dict) else {}
+        own = schema if _is_plain(schema) else {}
         listed = [own["const"]] if "const" in own else own.get("enum")
         if not isinstance(listed, list):
             return False

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from formats.cache_scheme import KEYS_MOVED, KVCacheSpec
-from formats.errors import RequestError
+from formats.errors import RequestError, typed
 from formats.families.registry import read_table
 from formats.namespace import ROOT
 from formats.stored.folder import ConfigFile, read_config
@@ -244,8 +244,7 @@ def _of_cache(folder: Path, config: ConfigFile) -> Iterator[str]:
     else:
         yield (
             "accuracy: no report of this checkpoint tells it with a float cache. "
-            f"`{shlex.join(['ptq', 'report', str(output)])}` measures it, where that is the output "
-            "of its run."
+            f"{typed('report', output)} measures it, where that is the output of its run."
         )
     yield (
         "memory: `-- --kv-cache-dtype int8_per_token_head` (or fp8_per_token_head) caches in 8 "

@@ -84,7 +84,7 @@ def _act_order(source: Checkpoint, module: str) -> CheckpointError:
     return CheckpointError(
         f"{module}: g_idx is not sorted (act-order): its groups are no neighbouring inputs, which "
         "only GPTQ's own layout expresses. Here it runs as it is; elsewhere it must be quantized "
-        f"again: make a float model of it with "
+        "again: make a float model of it with "
         f"{typed('convert', source.path, 'FLOAT', '--to', 'float')}, then "
         "`ptq quantize FLOAT --scheme w4`"
     )

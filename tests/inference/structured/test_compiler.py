@@ -82,6 +82,7 @@ def test_bombs_and_crashes_are_refused_and_the_next_is_compiled(compiler):
         (Constraint.json_schema({"oneOf": [{"type": "string"}, {"maxLength": 3, "type": "string"}]}), "oneOf"),
         (Constraint.json_schema({"oneOf": [{"type": "number"}, {"type": "integer"}]}), "oneOf"),
         (Constraint.json_schema({"oneOf": [{"enum": [1, 2]}, {"const": 2}]}), "oneOf"),
+        (Constraint.json_schema({"oneOf": [{"const": 1, "nullable": True}, {"const": None}]}), "oneOf"),
         (Constraint.structural_tag({}), "tructural"),
         (Constraint.structural_tag({"type": "structural_tag", "format": {"type": "zz"}}), "tructural"),
     ],
