@@ -69,6 +69,7 @@ class StoredWeight:
             None for symmetric quantization.
         order: int64 [layers, K], the input that each column of a layer belongs to, where groups are
             not neighbouring inputs (GPTQ's act-order); None where column k is input k's.
+        unit: fp32 [N, 1], what the scales of NVFP4 are e4m3 multiples of; None for others.
     """
 
     q: Tensor

@@ -194,7 +194,7 @@ def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
     """
     spec = scheme.weights
     assert spec is not None
-    kind, zero_point = numerics.TYPES[spec.dtype], None
+    kind, zero_point, unit = numerics.TYPES[spec.dtype], None, None
     block = (1,) * (weight.dim() - 2) + spec.block
     if spec.scale_type == "e8m0":
         scale = numerics.choose_power(numerics.block_absmax(weight, block), kind)
@@ -208,12 +208,13 @@ def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
     if storage_format(scheme) == "pack-quantized":
         scale = scale.bfloat16().float()
     if spec.scale_type == "e4m3":
-        scale = numerics.e4m3_multiples(scale, numerics.e4m3_unit(scale.max()))
+        unit = numerics.e4m3_unit(scale.max()).expand(*scale.shape[:-1], 1)
+        scale = numerics.e4m3_multiples(scale, unit)
     if spec.two_level and spec.symmetric:
-        unit = choose_unit(scale)
-        scale = nearest_multiples(scale, unit) * unit
+        level = choose_unit(scale)
+        scale = nearest_multiples(scale, level) * level
     q = numerics.quantize(weight, scale, kind, zero_point, block)
-    return StoredWeight(q, scale, zero_point)
+    return StoredWeight(q, scale, zero_point, unit=unit)
 
 
 def with_keys_that_fit(scheme: Scheme, config: dict[str, Any]) -> Scheme:
@@ -246,8 +247,9 @@ def constant_cache(config: dict[str, Any], scheme: Scheme) -> CacheScales:
 
 def _as_one(weights: StoredWeight) -> StoredWeight:
     """Weights [how many, N, K] as rows below each other."""
-    zeros = None if weights.zero_point is None else weights.zero_point.flatten(0, 1)
-    return StoredWeight(weights.q.flatten(0, 1), weights.scale.flatten(0, 1), zeros)
+    rest = (weights.zero_point, weights.unit)
+    zeros, unit = (None if own is None else own.flatten(0, 1) for own in rest)
+    return StoredWeight(weights.q.flatten(0, 1), weights.scale.flatten(0, 1), zeros, unit=unit)
 
 
 def words_of(vocabulary: int) -> Tokenizer:

@@ -11,17 +11,14 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-from torch.nn.functional import pad
-
 from formats.errors import NoFixedOrderError
 from inference.gpu.decoder import GpuDecoder
 from inference.gpu.feed_forward import GpuExperts
-from inference.gpu.layers import TILE, GpuLinear
+from inference.gpu.layers import GpuLinear
 from inference.gpu.ranks import OfSeveralRanks
 from inference.models.layers import GatedMLP
 from inference.models.parts import Layer
 from inference.transformers_code.model import CodeModel
-from kernels.triton.linear.packing import BLOCK
 from kernels.triton.linear.w16a16 import DenseWeight, fits
 
 
@@ -57,24 +54,9 @@ def _linear(own: GpuLinear, name: str) -> GpuLinear:
     if isinstance(own, OfSeveralRanks):
         return own.with_own(lambda part: _linear(part, name))
     weight = own.weight
-    if isinstance(weight, DenseWeight) and not fits(weight.weight):
-        own, weight = filled(own, weight)
     if isinstance(weight, DenseWeight) and not (fits(weight.weight) and weight.weight.is_cuda):
         raise _refused(f"{name} {tuple(weight.weight.shape)} runs by torch's library")
     return replace(own, invariant=True)
-
-
-def filled(own: GpuLinear, weight: DenseWeight) -> tuple[GpuLinear, DenseWeight]:
-    """The same layer, its float weight with as many rows and columns of zeros as fill tiles.
-
-    Otherwise torch's library multiplies sizes like 576, and sums as it likes for so many rows.
-    """
-    outputs, inputs = weight.size
-    longer, wider = -outputs % TILE, -inputs % BLOCK
-    bias = None if weight.bias is None else pad(weight.bias, (0, longer))
-    made = DenseWeight(pad(weight.weight, (0, wider, 0, longer)), bias)
-    rows = outputs if longer and own.outputs is None else own.outputs
-    return replace(own, weight=made, outputs=rows, missing=own.missing + wider), made
 
 
 def _refused(reason: str) -> NoFixedOrderError:

@@ -288,10 +288,12 @@ def rule(
     Up to 8 rows take pairs of warps, four programs an SM, less time than groups of four, which wait
     for each other at each step: with one request on an H200 a step of Llama-3-8B's shape 1.94 ms in
     place of 2.19 in `w4c8`, 2.02 of 2.15 with scales of two levels; int8 weights of int8 rows none.
+    Weights of fp4, which take more instructions to unpack, take six programs an SM.
     """
     if bucket_of(family, rows) == FEWEST:
         tiles = row_tiles * (outputs // 64)
-        splits = max(1, min(4 * processors // tiles, inputs // 512, 8))
+        each = 6 if family.startswith("w4a16_") else 4
+        splits = max(1, min(each * processors // tiles, inputs // 512, 8))
         return Tile(64, FEWEST, splits, 5 if splits == 1 else 4, 2)
     if family == "w8a16" and rows > 64:
         return Tile(128 if outputs % 128 == 0 else 64, 64, stages=3)
@@ -317,5 +319,5 @@ def _sixteen_bits(processors: int, rows: int, outputs: int, inputs: int, row_til
         return Tile(128 if outputs % 128 == 0 else 64, min(bucket(rows), 64), stages=3)
     tiles = row_tiles * (outputs // 64)
     few = tiles <= 0.6 * processors
-    splits = max(1, min(processors // (2 * tiles), inputs // 1024))
-    return Tile(64, 16, splits, 5, inputs=256 if few and inputs % 256 == 0 else 128)
+    splits = max(1, min(processors // (2 * tiles), max(inputs // 1024, min(inputs // 512, 4))))
+    return Tile(64, 16, splits, 5, inputs=256 if few else 128)

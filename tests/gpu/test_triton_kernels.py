@@ -70,7 +70,8 @@ def test_w8a8_equals_its_twin_bit_for_bit(dtype, workspace):
 
 
 def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(workspace):
-    for outputs, inputs in ((6144, 1024), (1024, 4096), (192, 384), (128256, 512)):
+    sizes = ((6144, 1024), (1024, 4096), (192, 384), (128256, 512), (32, 2880), (180, 576))
+    for outputs, inputs in sizes:
         w = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
         bias = torch.randn(outputs, device="cuda", dtype=torch.bfloat16)
         for rows, splits in ((1, 1), (16, 2), (50, 3)):

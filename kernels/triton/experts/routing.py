@@ -22,6 +22,7 @@ from kernels.triton.common import overlap, require, wait_and_announce
 
 MOST_EXPERTS = 4096
 PART = 1024  # of a row of the sum
+AT_ONCE = tl.constexpr(128)  # experts, of which any number is chosen in one step
 
 
 @triton.jit
@@ -48,17 +49,31 @@ def route_kernel(
     rank = tl.where(real, s + bias, -float("inf"))
     if LIMITED:
         rank = of_best_groups(rank, G, CHOSEN_GROUPS, GROUPS, WIDTH, BEST)
-    values, numbers = tl.zeros([CHOSEN], tl.float32), tl.zeros([CHOSEN], tl.int32)
-    for n in range(K):
-        best = tl.argmax(rank, 0)
-        values = tl.where(j == n, tl.sum(tl.where(i == best, s, 0.0), 0), values)
-        number = best // WIDTH * SIZE + best % WIDTH
-        numbers = tl.where(j == n, tl.minimum(number, E - 1), numbers)  # of NaN it may be any
-        rank = tl.where(i == best, -float("inf"), rank)
+    if GROUPS * WIDTH <= AT_ONCE:
+        values, numbers = best_at_once(rank, s, e, i, j, K)
+    else:
+        values, numbers = tl.zeros([CHOSEN], tl.float32), tl.zeros([CHOSEN], tl.int32)
+        for n in range(K):
+            best = tl.argmax(rank, 0)
+            values = tl.where(j == n, tl.sum(tl.where(i == best, s, 0.0), 0), values)
+            numbers = tl.where(j == n, best // WIDTH * SIZE + best % WIDTH, numbers)
+            rank = tl.where(i == best, -float("inf"), rank)
+    numbers = tl.minimum(numbers, E - 1)  # of NaN it may be any
     if NORMALIZED:
         values = tl.div_rn(values, tl.sum(values, 0) + 1e-20 + tl.zeros_like(values))
     tl.store(weights + t * K + j, values * factor, mask=j < K)
     tl.store(chosen + t * K + j, numbers, mask=j < K)
+
+
+@triton.jit
+def best_at_once(rank, s, e, i, j, K):
+    """Scores s and numbers e of the K experts with the largest ranks: how many of places i are
+    ahead of each is counted, which takes one step in place of one for each that is chosen."""
+    ahead = (rank[None, :] > rank[:, None]) | (
+        (rank[None, :] == rank[:, None]) & (i[None, :] < i[:, None])
+    )
+    own = (tl.sum(ahead.to(tl.int32), 1)[:, None] == j[None, :]) & (j < K)[None, :]
+    return tl.sum(tl.where(own, s[:, None], 0.0), 0), tl.sum(tl.where(own, e[:, None], 0), 0)
 
 
 @triton.jit
@@ -84,15 +99,15 @@ def of_best_groups(
 
 @triton.jit
 def combine_kernel(
-    outputs, weights, shared, gate, out, H, K,
-    WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    outputs, weights, shared, gate, out, H,
+    K: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, part of WIDTH elements)."""
+    """Program (token, part of WIDTH elements); all K rows are on their way at once."""
     t, i = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     wait_and_announce(OVERLAP)
     row, real = outputs + t.to(tl.int64) * K * H + i, i < H
     y = tl.load(row, mask=real, other=0.0).to(tl.float32) * tl.load(weights + t * K)
-    for j in range(1, K):
+    for j in tl.static_range(1, K):
         e = tl.load(row + j * H, mask=real, other=0.0).to(tl.float32)
         y += e * tl.load(weights + t * K + j)
     if shared is not None:
@@ -154,11 +169,12 @@ def route(
     numbers = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
     if tokens:
         shape = {"GROUPS": triton.next_power_of_2(groups), "WIDTH": triton.next_power_of_2(size)}
+        places = shape["GROUPS"] * shape["WIDTH"]
         route_kernel[(tokens,)](
             logits, correction, weights, numbers, experts, chosen, groups, size, chosen_groups,
             factor, **shape, BEST=best_of_group, LIMITED=chosen_groups < groups,
             CHOSEN=triton.next_power_of_2(chosen), SIGMOID=sigmoid, NORMALIZED=normalized,
-            num_warps=min(8, max(1, shape["GROUPS"] * shape["WIDTH"] // 256)),
+            num_warps=min(8, max(1, places // (32 if places <= AT_ONCE.value else 256))),
             enable_fp_fusion=True, **overlap(),
         )  # fmt: skip
     return weights, numbers
@@ -194,7 +210,7 @@ def combine(
     out = torch.empty((tokens, size), dtype=outputs.dtype, device=outputs.device)
     if tokens:
         combine_kernel[(tokens, triton.cdiv(size, PART))](
-            outputs, weights, shared, gate, out, size, chosen, WIDTH=PART,
+            outputs, weights, shared, gate, out, size, K=chosen, WIDTH=PART,
             enable_fp_fusion=False, **overlap(),
         )  # fmt: skip
     return out

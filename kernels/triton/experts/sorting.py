@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.triton.common import overlap, require, wait_and_announce
 
 BLOCK = 1024  # pairs that a program takes at once
-FEW_PAIRS, MOST_BINS = 128, 256  # that one program sorts
+FEW_PAIRS = 128  # that one program sorts
 FEW = 4  # with so many experts for each pair, or more, pairs are not sorted
 
 
@@ -86,23 +86,24 @@ def sort_kernel(
 @triton.jit(do_not_specialize=["P", "row_tiles"])
 def sort_few_kernel(
     chosen, experts, pairs, P, row_tiles,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, FILL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The same of up to BLOCK pairs by one program, beside which the next kernel finds room."""
-    i, other = tl.arange(0, BLOCK), tl.arange(0, BINS)
+    """The same of up to BLOCK pairs by one program, beside which the next kernel finds room.
+
+    Tiles ahead of a pair's expert are as many as pairs of lower experts that begin one.
+    """
+    i, place = tl.arange(0, BLOCK), tl.arange(0, FILL)
     wait_and_announce(OVERLAP)
-    each = tl.load(chosen + i, mask=i < P, other=BINS - 1)
-    for start in range(0, row_tiles, BLOCK):
-        tl.store(experts + start + i, -1, mask=start + i < row_tiles)
-    for start in range(0, row_tiles * ROWS, BLOCK):
-        tl.store(pairs + start + i, -1, mask=start + i < row_tiles * ROWS)
+    each = tl.load(chosen + i, mask=i < P, other=0x7FFFFFFF)
+    tl.store(experts + i, -1, mask=i < row_tiles)
+    for start in range(0, row_tiles * ROWS, FILL):
+        tl.store(pairs + start + place, -1, mask=start + place < row_tiles * ROWS)
     tl.debug_barrier()
-    tiles = (tl.histogram(each, BINS) + ROWS - 1) // ROWS
-    first = tl.cumsum(tiles, 0) - tiles
     earlier = (each[:, None] == each[None, :]) & (i[None, :] < i[:, None])
     rank = tl.sum(earlier.to(tl.int32), 1)
-    own = tl.sum(tl.where(each[:, None] == other[None, :], first[None, :], 0), 1)
-    tile = own + rank // ROWS
+    begins = tl.where(rank % ROWS == 0, 1, 0)
+    ahead = tl.where(each[None, :] < each[:, None], begins[None, :], 0)
+    tile = tl.sum(ahead, 1) + rank // ROWS
     tl.store(experts + tile, each, mask=i < P)
     tl.store(pairs + tile * ROWS + rank % ROWS, i, mask=i < P)
 
@@ -133,17 +134,16 @@ def sort_by_expert(chosen: Tensor, experts: int, rows: int) -> SortedRows:
     row_tiles = most + (count - most) // rows
     found = torch.empty(row_tiles, dtype=torch.int32, device=chosen.device)
     pairs = torch.empty((row_tiles, rows), dtype=torch.int32, device=chosen.device)
-    bins = max(32, triton.next_power_of_2(experts + 1))
-    block = min(BLOCK, max(128, triton.next_power_of_2(count)))
-    if count <= FEW_PAIRS and bins <= MOST_BINS:
+    if count <= FEW_PAIRS:
         sort_few_kernel[(1,)](
-            chosen, found, pairs, count, row_tiles, BINS=bins, BLOCK=block, ROWS=rows, num_warps=8,
+            chosen, found, pairs, count, row_tiles, BLOCK=max(32, triton.next_power_of_2(count)),
+            ROWS=rows, FILL=1024, num_warps=8, enable_fp_fusion=True, **overlap(),
+        )  # fmt: skip
+    else:
+        sort_kernel[(experts + 1,)](
+            chosen, found, pairs, count, experts, row_tiles,
+            BINS=max(32, triton.next_power_of_2(experts + 1)),
+            BLOCK=min(BLOCK, triton.next_power_of_2(count)), ROWS=rows,
             enable_fp_fusion=True, **overlap(),
         )  # fmt: skip
-        return SortedRows(found, pairs, rows, count, experts)
-    sort_kernel[(experts + 1,)](
-        chosen, found, pairs, count, experts, row_tiles,
-        BINS=bins, BLOCK=block, ROWS=rows,
-        enable_fp_fusion=True, **overlap(),
-    )  # fmt: skip
     return SortedRows(found, pairs, rows, count, experts)

@@ -6,6 +6,9 @@ The weight stays [N, K], where cuBLAS, which takes calls of many rows, reads it 
 all that counts: a program reads tiles of 64 outputs by 256 or 512 bytes, by TMA where there is one,
 as many at a time as shared memory holds. The weight is the left operand (wgmma wants 64 rows there,
 x has fewer), so that the tile of the sum is transposed.
+
+Tiles need not divide a weight: what is beyond its last output and input is read as zeros, or the
+last output again, and not stored.
 """
 
 # pyright: reportMissingImports=false
@@ -30,7 +33,7 @@ from kernels.triton.common import (
     wait_and_announce,
 )
 from kernels.triton.experts.sorting import SortedRows
-from kernels.triton.linear.launch import Product, launch_few_rows
+from kernels.triton.linear.launch import Product, launch_few_rows, tile_for
 from kernels.triton.linear.packing import BLOCK
 from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
 from kernels.triton.linear.weight import GpuWeight, check_inputs
@@ -38,6 +41,7 @@ from kernels.triton.tuning import Tile
 
 MANY_OUTPUTS = 16384  # of as many, cuBLAS is slower up to 64 rows; of fewer up to 16
 FLOATS = (torch.float16, torch.bfloat16)
+ALIGNED = 8  # inputs in the 16 bytes of which a row has a whole number
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -45,18 +49,19 @@ def w16a16_kernel(
     x, weight, columns, tiles, bias, out, parts, arrivals, experts, pairs, M, N, K,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr,
-    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of outputs, split, tile of rows).
+    """Program (tile of outputs, split, tile of rows); REST is whether BLOCK does not divide K.
 
     `columns` and `tiles` are TMA descriptors of x and weight, or None: then loads are by pointers.
     Rows of an expert lie anywhere in x, and have no descriptor.
     """
     tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    share = tl.cdiv(K // BLOCK, SPLITS)
+    blocks = tl.cdiv(K, BLOCK)
+    share = tl.cdiv(blocks, SPLITS)
     first = split * share
-    k = tl.arange(0, BLOCK)
-    n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    k, n = tl.arange(0, BLOCK), tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    held = tl.minimum(n, N - 1)
     expert, m, row, there = rows_of_tile(
         row_tile, M, experts, pairs, SHARE, ROWS, READY, WIDE, OVERLAP
     )
@@ -69,38 +74,42 @@ def w16a16_kernel(
         if BIAS:
             bias += expert * N
     real = there[None, :]
-    rows_of_weight = weight + n.to(tl.int64)[:, None] * K
+    rows_of_weight = weight + held.to(tl.int64)[:, None] * K
     if OVERLAP:
         line = tl.arange(0, BLOCK // 64) * 64
         for i in tl.static_range(AHEAD):
-            if first + i < K // BLOCK:
-                prefetch_lines(rows_of_weight + (first + i) * BLOCK + line[None, :])
+            if first + i < blocks:
+                lines = tl.minimum((first + i) * BLOCK + line, K - 1)
+                prefetch_lines(rows_of_weight + lines[None, :])
     wait_and_announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for g in tl.range(first, tl.minimum(first + share, K // BLOCK), num_stages=STAGES):
+    for g in tl.range(first, tl.minimum(first + share, blocks), num_stages=STAGES):
         if tiles is not None:
             w = tiles.load([above, g * BLOCK])
+        elif REST:
+            place = rows_of_weight + g * BLOCK + k[None, :]
+            inside = k[None, :] < K - g * BLOCK
+            w = tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
         else:
             w = tl.load(rows_of_weight + g * BLOCK + k[None, :], eviction_policy="evict_first")
         if columns is not None:
             xt = columns.load([row_tile * ROWS, g * BLOCK]).T
         else:
-            xt = tl.load(x + row[None, :] * K + g * BLOCK + k[:, None], mask=real, other=0.0)
+            read = real & (k[:, None] < K - g * BLOCK) if REST else real
+            xt = tl.load(x + row[None, :] * K + g * BLOCK + k[:, None], mask=read, other=0.0)
         acc = tl.dot(w, xt, acc)
     last = True
     if SPLITS > 1:
         acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)
     if last:
         if BIAS:
-            acc += tl.load(bias + n)[:, None].to(tl.float32)
-        store_tile(acc, out, m, n, N, real)
+            acc += tl.load(bias + held)[:, None].to(tl.float32)
+        store_tile(acc, out, m, n, N, real & (n < N)[:, None])
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether tiles divide a weight, and it is of a type that the kernel takes."""
-    outputs, inputs = weight.shape
-    contiguous = weight.dtype in FLOATS and weight.is_contiguous()
-    return contiguous and outputs % 64 == 0 and inputs % BLOCK == 0
+    """Whether a weight is of a type that the kernel takes, in rows that the TMA unit reads."""
+    return weight.dtype in FLOATS and weight.is_contiguous() and weight.shape[1] % ALIGNED == 0
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,7 @@ class DenseWeight(GpuWeight):
 
     @property
     def takes_sorted_rows(self) -> bool:
-        """Whether tiles divide it."""
+        """Whether the kernel takes it."""
         return fits(self.weight)
 
     def run(
@@ -158,14 +167,16 @@ class DenseWeight(GpuWeight):
         """Nothing here: cuBLAS takes any size."""
 
     def tile(self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None) -> Tile | None:
-        """None for cuBLAS, which takes many rows, and sizes that tiles do not divide."""
+        """None for cuBLAS, which takes many rows, and weights that the kernel does not."""
         if sorted_rows is None and not self._few(x):
             return None
         return self.few_rows_tile(x, sorted_rows)
 
     def few_rows_tile(self, x: Tensor, sorted_rows: SortedRows | None = None) -> Tile:
         """As the table or the rule says, with stages that fit."""
-        tile = super().few_rows_tile(x, sorted_rows)
+        outputs, inputs = self.size
+        filled = outputs + -outputs % 64, inputs + -inputs % BLOCK
+        tile = tile_for(self.family, x, *filled, sorted_rows)
         if takes_wide_steps(x.device):
             return tile
         return replace(tile, stages=min(tile.stages, 4), inputs=BLOCK)
@@ -187,10 +198,9 @@ class DenseWeight(GpuWeight):
         require(
             fits(weight),
             f"weight is {weight.dtype} {tuple(weight.shape)}; needed is contiguous float16 or "
-            f"bfloat16 [N, K], N in 64s and K in {BLOCK}s",
+            f"bfloat16 [N, K], K in {ALIGNED}s",
         )
         check_inputs(x, (weight.dtype,), inputs)
-        require(inputs % tile.inputs == 0, f"{inputs} inputs are no multiple of {tile.inputs}")
         columns = tiles = None
         if capability() >= 90:
             if sorted_rows is None:
@@ -199,7 +209,10 @@ class DenseWeight(GpuWeight):
             block = [tile.outputs, tile.inputs]
             tiles = TensorDescriptor(weight, [lines, inputs], [inputs, 1], block)
         operands = (x, weight, columns, tiles)
-        launch_few_rows(w16a16_kernel, operands, self.bias, product, tile, BLOCK=tile.inputs)
+        launch_few_rows(
+            w16a16_kernel, operands, self.bias, product, tile, padding=-outputs % tile.outputs,
+            BLOCK=tile.inputs, REST=inputs % tile.inputs != 0,
+        )  # fmt: skip
 
     def by_library(self, x: Tensor, x_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The same by cuBLAS."""

@@ -202,6 +202,15 @@ def test_a_random_tied_head_is_the_embedding_too(monkeypatch):
     assert torch.isfinite(engine.score(torch.arange(5))).all()
 
 
+def test_a_random_nvfp4_weight_is_one_that_kernels_take(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    made = RandomCheckpoint("tiny", "nvfp4", "cpu")
+    stored = made.weights(["model.layers.0.mlp.down_proj"])
+    assert stored.unit is not None
+    multiples = stored.scale / stored.unit
+    assert torch.equal(multiples, multiples.to(torch.float8_e4m3fn).float())
+
+
 def test_the_random_tokenizer_encodes_what_it_decodes():
     tokenizer = random_tokenizer(100)
     assert tokenizer("t17 t4 t99")["input_ids"] == [17, 4, 99]

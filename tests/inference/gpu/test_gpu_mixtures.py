@@ -121,7 +121,7 @@ def test_experts_lie_side_by_side(make_model, make_quantized):
     assert own.nbytes == sum(t.untyped_storage().nbytes() for t in held)
 
 
-@pytest.mark.parametrize("sizes", [{"intermediate_size": 96}, {}])
+@pytest.mark.parametrize("sizes", [{"intermediate_size": 100}, {}])
 @interpreted
 def test_experts_that_no_kernel_takes_at_once_run_one_by_one(make_model, make_quantized, sizes):
     folder = tiny(make_model, "mixtral", **sizes)

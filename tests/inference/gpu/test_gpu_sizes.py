@@ -11,12 +11,11 @@ from formats.scheme import PRESETS
 from inference.bench.random_model import round_to_nearest
 from inference.gpu import layers
 from inference.gpu.feed_forward import side_by_side
-from inference.gpu.invariant import filled
 from inference.gpu.layers import GpuLinear, as_wanted, pack_linear
 from inference.models.read import StoredLinear
 from kernels.numerics import dequantize
 from kernels.triton.experts.sorting import sort_by_expert
-from kernels.triton.linear.w16a16 import DenseWeight, fits
+from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import InputFormat
 from tests.kernels.triton_lab import distance, interpreted
 
@@ -160,18 +159,6 @@ def test_rows_begin_where_the_hardware_can_fetch_them():
         assert torch.equal(rows, own)
         assert rows.data_ptr() % 16 == 0
     assert rows.data_ptr() == outputs.data_ptr()  # no copy where none is needed
-
-
-@pytest.mark.parametrize("bias", [None, torch.arange(180.0, dtype=torch.bfloat16)])
-def test_float_layers_that_tiles_do_not_divide_are_filled_for_one_order_of_sums(bias):
-    weight = torch.randn(180, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
-    plain = GpuLinear(DenseWeight(weight, bias), InputFormat(torch.bfloat16))
-    own, made = filled(plain, plain.weight)
-    assert made.size == (192, 640)
-    assert fits(made.weight)
-    x = torch.randn(3, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert torch.equal(own(x), plain(x))
-    assert torch.equal(own.gather(torch.tensor([7, 1]), torch.bfloat16), weight[[7, 1]])
 
 
 @interpreted

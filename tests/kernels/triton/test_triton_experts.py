@@ -115,23 +115,27 @@ def test_few_pairs_are_tiles_as_they_come(family):
 
 
 @interpreted
-def test_rows_of_mxfp4_experts_end_where_their_inputs_do():
-    """160 inputs are 128 and a rest; what lies behind a row in memory is another's."""
-    weights, plain = make_weights("mxfp4", 2, 64, 160)
+def test_rows_of_experts_end_where_their_inputs_do():
+    """160 inputs are 128 and a rest; what lies after a row in memory is another's."""
     x, _ = make_rows("mxfp4", 5, 160)
     chosen = make_chosen(5, 1, 2)
     pairs = sort_by_expert(chosen, 2, 16)
-    got = weights[0].run(x, None, Workspace.on("cpu", 1 << 18, 64), torch.float32, pairs)
-    for e in range(2):
-        own = chosen.flatten() == e
-        wanted = plain[e](x[own].double())
-        torch.testing.assert_close(got[own].double(), wanted, atol=1e-3, rtol=1e-3)
+    for family, outputs in (("mxfp4", 64), ("w16a16", 40)):
+        weights, plain = make_weights(family, 2, outputs, 160)
+        got = weights[0].run(x, None, Workspace.on("cpu", 1 << 18, 64), torch.float32, pairs)
+        for e in range(2):
+            own = chosen.flatten() == e
+            wanted = plain[e](x[own].double())
+            torch.testing.assert_close(got[own].double(), wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_fp4_weights_are_packed_where_their_scales_are_multiples():
     q = E2M1.to(torch.float8_e4m3fn)
     assert codes_of_e4m3(q).tolist() == list(range(16))
     q, rows = q.repeat(64, 10).view(1, 64, 160), InputFormat(torch.float16)
     for first, kind in ((2.0**-28, Fp4Weight), (2.0**-29, DenseWeight)):
         scale = torch.tensor([first, 1, 1, 1, 1]).expand(1, 64, 5)
-        own = pack(q, scale, None, None, rows, x.dtype, bits=4, group=32)
+        own = pack(q, scale, None, None, rows, rows.dtype, bits=4, group=32)
         assert type(own) is kind
 
 
@@ -192,6 +196,8 @@ def test_routing():
         (60, {"sigmoid": True, "normalized": True, "factor": 2.5}),
         (40, {"normalized": False, "groups": 5, "chosen_groups": 2, "factor": 16.0}),
         (48, {"sigmoid": True, "normalized": True, "groups": 8, "best_of_group": 2}),
+        (200, {"normalized": True}),
+        (200, {"sigmoid": True, "normalized": True, "groups": 8, "best_of_group": 2}),
     ],
 )
 @interpreted
@@ -203,10 +209,10 @@ def test_routing_by_sigmoids_groups_and_corrections(experts, routing):
     if routing.get("sigmoid"):
         corrections.append(torch.randn(experts) * 0.3 - 1)
     for correction in corrections:
-        weights, chosen = route(logits, 4, correction=correction, **routing)
+        weights, chosen = route(logits, 3, correction=correction, **routing)
         names = {key: value for key, value in routing.items() if key != "sigmoid"}
         kind = "sigmoid" if routing.get("sigmoid") else "softmax"
-        described = Routing(experts=experts, chosen=4, scores=kind, **names)
+        described = Routing(experts=experts, chosen=3, scores=kind, **names)
         wanted, numbers = plain(logits, described, correction)
         assert torch.equal(chosen, numbers.int())
         torch.testing.assert_close(weights, wanted)

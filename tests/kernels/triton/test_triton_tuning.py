@@ -104,7 +104,7 @@ def test_few_rows_of_4_bit_weights_have_four_programs_an_sm():
     assert tuning.rule("w4a16", 132, 1, 6144, 4096) == Tile(64, 8, 5, 4, 2)
     assert tuning.rule("w4a8", 132, 1, 4096, 14336) == Tile(64, 8, 8, 4, 2)
     assert tuning.rule("w4a16", 132, 1, 1024, 512) == Tile(64, 8, 1, 5, 2)
-    assert tuning.rule("w4a16_mxfp4", 132, 8, 5760, 2880, 4) == Tile(64, 8, 1, 5, 2)
+    assert tuning.rule("w4a16_mxfp4", 132, 8, 5760, 2880, 4) == Tile(64, 8, 2, 4, 2)
     assert tuning.rule("w4a16", 132, 9, 4096, 4096).warps == 4
 
 
@@ -112,7 +112,7 @@ def test_16_bit_weights_are_split_where_tiles_are_few():
     assert tuning.rule("w16a16", 132, 1, 28672, 4096) == Tile(64, 16, 1, 5)
     assert tuning.rule("w16a16", 132, 16, 4096, 14336) == Tile(64, 16, 1, 5, inputs=256)
     assert tuning.rule("w16a16", 132, 1, 1024, 4096) == Tile(64, 16, 4, 5, inputs=256)
-    assert tuning.rule("w16a16", 132, 1, 1024, 4224).inputs == 128
+    assert tuning.rule("w16a16", 132, 1, 1024, 4224).inputs == 256
     assert tuning.rule("w16a16", 132, 33, 28672, 4096) == Tile(128, 64, 1, 3)
 
 
