@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
+OTHER_TOOLS = ("human", "gpt", "chatgpt", "bing", "bard")  # of these, no role that templates know
 
 
 GENERATION = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")  # a mark of transformers' own
@@ -44,33 +45,48 @@ SPELLINGS = '{"role": "user", "content": text} or {"from": "human", "value": tex
 
 
 def read_messages(chat: Any) -> list[dict[str, Any]]:
-    """A chat in either spelling as messages with a `role`; other keys of theirs stay.
+    """A chat in either spelling, or as JSON in a text, as `template_messages` makes it.
 
     Raises:
         ValueError: it is no list of messages, or a speaker is not among `ROLES`.
     """
+    chat = _spelled_out(chat)
     if not isinstance(chat, Sequence) or isinstance(chat, str) or not chat:
         found = type(chat).__name__ if chat else repr(chat)
         raise ValueError(f"found {found}; a chat is a list of messages, {SPELLINGS}")
-    return [_read_message(message, place) for place, message in enumerate(chat, 1)]
+    return template_messages(_read_message(message, i) for i, message in enumerate(chat, 1))
 
 
-def looks_like_chat(value: Any) -> bool:
-    """Whether a value is spelled as a whole chat is: it begins with a message, no answer."""
+def _spelled_out(chat: Any) -> Any:
+    """A chat that a text spells as JSON, as tables of text alone have it; else what it was."""
+    if isinstance(chat, str) and chat.lstrip()[:1] == "[":
+        with suppress(ValueError, RecursionError):
+            return json.loads(chat)
+    return chat
+
+
+def looks_like_chat(value: Any, *, answers: bool = False) -> bool:
+    """Whether a value is spelled as a whole chat is: it begins with a message, no answer.
+
+    Args:
+        answers: Take what begins with an answer, too.
+    """
+    value = _spelled_out(value)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         return False
     first = value[0]
     if not isinstance(first, Mapping):
         return False
     speaker = first.get("role", first.get("from"))
-    whole = isinstance(speaker, str) and ROLES.get(speaker) != "assistant"
+    whole = isinstance(speaker, str) and (answers or ROLES.get(speaker) != "assistant")
     return whole and bool({"content", "value"} & first.keys())
 
 
 def _read_message(message: Any, place: int) -> dict[str, Any]:
     if isinstance(message, Mapping):
         if isinstance(message.get("role"), str) and {"content", "tool_calls"} & message.keys():
-            return dict(message)
+            role = message["role"]
+            return {**message, "role": ROLES[role] if role in OTHER_TOOLS else role}
         speaker, text = message.get("from"), message.get("value")
         if isinstance(speaker, str) and isinstance(text, str):
             if speaker in ROLES:
@@ -79,6 +95,48 @@ def _read_message(message: Any, place: int) -> dict[str, Any]:
             raise ValueError(f"message {place} is from {speaker!r}; known speakers: {known}")
     found = str(message)[:60]
     raise ValueError(f"message {place} is {found}; a message is {SPELLINGS}")
+
+
+def template_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them, whether they are served or calibrate.
+
+    Texts are one string each, arguments of calls are objects, a tool's answer has its name, and
+    what is null is left out.
+    """
+    made: list[dict[str, Any]] = []
+    names: dict[Any, Any] = {}
+    for message in messages:
+        fields = {key: value for key, value in message.items() if value is not None}
+        if thought := fields.pop("reasoning", None):
+            fields.setdefault("reasoning_content", thought)
+        fields["content"] = _text_of(fields.get("content", ""))
+        calls = fields.pop("tool_calls", ())
+        if calls:  # templates ask whether there is such a field
+            fields["tool_calls"] = [_read_call(call, names) for call in calls]
+        if fields["role"] == "tool" and fields.get("tool_call_id") in names:
+            fields.setdefault("name", names[fields["tool_call_id"]])
+        made.append(fields)
+    return made
+
+
+def _text_of(content: Any) -> Any:
+    """The text of a message: its parts, a line each, where all of them are text."""
+    parts = content if isinstance(content, list) else [None]
+    texts = [str(p["text"]) for p in parts if isinstance(p, Mapping) and p.get("text") is not None]
+    return "\n".join(texts) if len(texts) == len(parts) else content
+
+
+def _read_call(call: Any, names: dict[Any, Any]) -> Any:
+    """A tool's call whose arguments are an object, or the text that they are; notes its name."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    names[call.get("id")] = function.get("name")
+    if isinstance(given := function.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(given)
+            function = {**function, "arguments": parsed if isinstance(parsed, dict) else given}
+    return {**call, "function": function}
 
 
 def has_chat_template(tokenizer: Any) -> bool:

@@ -18,6 +18,7 @@ from formats.chat_template import (
     check_chat_template,
     has_chat_template,
     render_chat,
+    template_messages,
     template_variables,
 )
 from formats.errors import RequestError, suggestion
@@ -27,7 +28,7 @@ from inference.server.fleet import ServedEngine
 from inference.server.http.responses import ApiError
 from inference.server.logprobs import TokenTexts
 from inference.server.metrics import Metrics
-from inference.server.schema.chat import AnyMessage, TemplateBody, template_messages
+from inference.server.schema.chat import AnyMessage, TemplateBody
 from inference.server.settings import ServerSettings
 from inference.server.tools.use import ToolUse, tool_support
 
@@ -279,7 +280,7 @@ class ServedModel:
             )
         if go_on:
             options["continue_final_message"] = True
-        chat = template_messages(messages)
+        chat = template_messages(m.model_dump(exclude_none=True) for m in messages)
         if "developer" not in str(self._encoder.chat_template):  # the newer name of `system`
             for message in chat:
                 if message["role"] == "developer":

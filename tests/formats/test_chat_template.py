@@ -1,5 +1,6 @@
 """Chats in both spellings, and what a template refuses."""
 
+import json
 import re
 
 import pytest
@@ -34,9 +35,27 @@ def test_sharegpt_becomes_roles_and_content():
     assert [message["content"] for message in found] == [message["value"] for message in chat]
 
 
-def test_messages_with_roles_stay_as_they_are():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    assert read_messages([*HELLO, call]) == [*HELLO, call]
+def test_messages_are_made_what_a_served_chat_is():
+    """Templates meet nulls, parts and calls as JSON in neither, nor names of others' speakers."""
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    chat = [
+        {
+            "role": "human",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [call], "name": None},
+        {"role": "tool", "content": "2", "tool_call_id": "1", "tool_calls": None},
+        {"role": "assistant", "tool_calls": [{"name": "f"}]},
+    ]
+    called = {"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
+    made = [
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+    ]
+    assert read_messages(chat) == read_messages(json.dumps(chat)) == made
+    assert read_messages(HELLO) == HELLO
 
 
 @pytest.mark.parametrize(

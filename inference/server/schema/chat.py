@@ -199,38 +199,3 @@ def text_of(content: str | Sequence[Any] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text for part in content)
-
-
-def template_messages(
-    messages: Sequence[Message | AssistantMessage | ToolMessage],
-) -> list[dict[str, Any]]:
-    """Messages as chat templates take them.
-
-    Texts are one string each, arguments of calls are objects, and a tool's answer has its name.
-    """
-    made: list[dict[str, Any]] = []
-    names: dict[str, str] = {}
-    for message in messages:
-        fields = message.model_dump(exclude_none=True)
-        if thought := fields.pop("reasoning", None):
-            fields.setdefault("reasoning_content", thought)
-        fields["content"] = text_of(message.content)
-        calls = fields.pop("tool_calls", ())
-        for call in calls:
-            names[call["id"]] = call["function"]["name"]
-            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-        if calls:  # templates ask whether there is such a field
-            fields["tool_calls"] = calls
-        if isinstance(message, ToolMessage) and message.tool_call_id in names:
-            fields.setdefault("name", names[message.tool_call_id])
-        made.append(fields)
-    return made
-
-
-def _arguments(text: str) -> Any:
-    """The arguments as an object, or as the text that they are."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
