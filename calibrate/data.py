@@ -140,7 +140,7 @@ def _load(spec: DatasetSpec, tokenizer: Any, split: Split, root: Path) -> TokenS
     if found == 0:
         raise RecipeError(
             f"dataset {source!r}: its {split} documents hold no text ({len(texts)} documents, "
-            "all empty or padding; a single one is divided at a line's end or a space). Check the "
+            "all empty or padding; a single one is divided in its middle). Check the "
             "column and the file's content, or give more text"
         )
     if len(sequences) < (1 if spec.fewer and needed else needed):

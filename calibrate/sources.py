@@ -176,14 +176,15 @@ def divided(documents: Sequence[str], split: Split) -> list[str]:
     """The documents that one split gets of a source that serves both.
 
     Distinct documents, in the order of their SHA-256, go in turn to calibration and to evaluation;
-    a single one is cut at the line's end, or else the space, before its middle. Blank ones go to
-    neither.
+    a single one is cut before its middle, at the end of a line or else at a space, or in its middle
+    where its second quarter has neither, as Chinese text. Blank ones go to neither.
     """
     distinct = {text for text in documents if text.strip()}
     order = sorted(distinct, key=lambda text: hashlib.sha256(text.encode()).digest())
     if len(order) == 1:
         text, half = order[0], len(order[0]) // 2
-        middle = text.rfind("\n", 0, half) + 1 or text.rfind(" ", 0, half) + 1 or len(text)
+        ends = (text.rfind(mark, half // 2, half) + 1 for mark in "\n ")
+        middle = next(filter(None, ends), half)
         return [text[:middle] if split == "calibration" else text[middle:]]
     chosen = set(order[split == "evaluation" :: 2])
     return [text for text in documents if text in chosen]

@@ -119,12 +119,17 @@ def likely_columns(rows: Sequence[Mapping[str, Any]], source: str) -> dict[str, 
             "with text in it"
         )
     columns = {name: next(filter(None, (row.get(name) for row in rows)), None) for name in rows[0]}
-    texts = [name for name, value in columns.items() if isinstance(value, str)]
-    chats = [name for name, value in columns.items() if looks_like_chat(value)]
+    parted = {"chosen", "completion"} & columns.keys()
+    chats = [
+        name
+        for name in columns
+        if any(looks_like_chat(row.get(name), answers=name.lower() in CHATS) for row in rows)
+    ]
+    texts = [name for name, v in columns.items() if isinstance(v, str) and name not in chats]
     found = _named(("text",), texts)
     if found is not None:
         return {"column": found}
-    parts = ("prompt", "rejected") if "chosen" in columns else ()
+    parts = ("prompt", "rejected") if parted else ()
     found = _named(CHATS, chats) or _only([name for name in chats if name not in parts])
     if found is not None:
         return {"messages_column": found}
@@ -135,13 +140,13 @@ def likely_columns(rows: Sequence[Mapping[str, Any]], source: str) -> dict[str, 
         f"dataset {source!r}: cannot tell which column to read. Found: "
         f"{', '.join(f'{name} ({_kind(value)})' for name, value in columns.items())}. "
         f"{_settings(texts, chats)}; or name the column of text `text`, or that of chats "
-        f"`messages`{PREFERENCES if {'chosen', 'rejected'} <= columns.keys() else ''}"
+        f"`messages`{APART if parted or len(texts) > 1 else ''}"
     )
 
 
-PREFERENCES = (
-    ". Where these are preferences whose prompt and answer are apart, put prompt and chosen answer "
-    'together: {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]} each'
+APART = (
+    ". Where a prompt and its answer are apart, put both, of preferences the chosen one, together: "
+    '{"messages": [{"role": "user", ...}, {"role": "assistant", ...}]} each'
 )
 
 
@@ -231,13 +236,15 @@ def _separated_rows(file: Path) -> pd.DataFrame:
     """A table whose first line names its columns; all of its values are text."""
     import pandas as pd
 
+    sep = SEPARATORS[file.suffix]
     try:
-        return pd.read_csv(
-            io.StringIO(read_text(file)),
-            sep=SEPARATORS[file.suffix],
-            dtype=str,
-            keep_default_na=False,
-        )
+        rows = pd.read_csv(io.StringIO(read_text(file)), sep=sep, dtype=str, keep_default_na=False)
+        if not isinstance(rows.index, pd.RangeIndex):  # pandas takes fields without a name for it
+            raise ValueError(
+                f"rows have more fields than its first line names, {len(rows.columns)}; put "
+                f'texts with {sep!r} in them in quotes: "a{sep} b"'
+            )
+        return rows
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise RecipeError(f"{file}: not a readable {file.suffix[1:]} file ({reason})") from error

@@ -89,7 +89,7 @@ def cut_windows(
     if not pack:
         parts = (documents[i] for i in _permutation(len(documents), amount))
         encoded = (encode(text[: CHARACTERS_PER_TOKEN * length], length) for text in parts)
-        cut = list(islice(filter(None, encoded), amount.samples))
+        cut = list(islice((ids for ids in encoded if len(ids) > 1), amount.samples))
         return cut, len(cut)
     encoded = [ids for text in _enough(documents, amount) if (ids := encode(text, None))]
     end = None if chats else tokenizer.eos_token_id
@@ -97,7 +97,8 @@ def cut_windows(
         encoded = [ids if ids[-1] == end else [*ids, end] for ids in encoded]
     cut = list(_packed(encoded, length, leading_tokens(tokenizer), chats=chats))
     if encoded and not cut and shorter:
-        cut = [[token for ids in encoded for token in ids][:length]]
+        whole = [token for ids in encoded for token in ids][:length]
+        cut = [whole] if len(whole) > 1 else []
     order = _permutation(len(cut), amount)[: amount.samples]
     return [cut[i] for i in order], sum(map(len, encoded))
 
@@ -185,7 +186,7 @@ def _packed(
 
 
 def _encoder(tokenizer: Any, *, special_tokens: bool) -> Encode:
-    """Text to its token ids; none where there is no more than special tokens, or a single one."""
+    """Text to its token ids; none where there is no more than special tokens."""
     special = set(tokenizer.all_special_ids)
 
     def encode(text: str, most: int | None) -> list[int]:
@@ -193,7 +194,7 @@ def _encoder(tokenizer: Any, *, special_tokens: bool) -> Encode:
             ids = text_tokens(tokenizer, text)[:most]
         else:  # no word on its length
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:most]
-        return ids if len(ids) > 1 and not special.issuperset(ids) else []
+        return [] if special.issuperset(ids) else ids
 
     return encode
 

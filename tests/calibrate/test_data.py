@@ -223,6 +223,23 @@ def test_settings_are_guessed_from_the_first_row(tmp_path, row, settings, kind):
     assert guess_columns(path) == guess_columns(tmp_path) == settings
 
 
+GREETED = {"from": "gpt", "value": "Hello"}, {"from": "human", "value": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "column"),
+    [
+        ([{"conversations": GREETED, "id": 1}] * 2, "conversations"),  # chats by their name
+        ([{"turns": GREETED, "id": 1}, {"turns": CHAT, "id": 2}], "turns"),  # by another row
+        ([{"messages": json.dumps(CHAT)}], "messages"),  # no text, as all of a CSV is
+        ([{"text": json.dumps(CHAT)}], "text"),
+    ],
+)
+def test_chats_are_found_that_begin_with_an_answer_or_are_spelled_in_a_text(tmp_path, rows, column):
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert guess_columns(tmp_path / "d.jsonl") == {"messages_column": column}
+
+
 @pytest.mark.parametrize("first", ["null", '{"dialogue": null}', '{"dialogue": []}'])
 def test_settings_are_guessed_though_the_first_row_is_blank(tmp_path, first):
     (tmp_path / "d.jsonl").write_text(f"{first}\n" + json.dumps({"dialogue": CHAT}))
@@ -311,9 +328,25 @@ def test_documents_are_divided_evenly_and_without_overlap(count):
     assert divided(texts[::-1], "calibration") == a[::-1]
 
 
-def test_a_single_line_is_cut_at_a_space():
-    parts = [divided(["one two three four"], split) for split in ("calibration", "evaluation")]
-    assert parts == [["one two "], ["three four"]]
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("one two three four", "one two "),
+        ("一二三四五六七八九十", "一二三四五"),  # no spaces, and a first half that is more than
+        ("1. 一二三四五六七八九十一", "1. 一二三四"),  # what stands before the only one
+    ],
+)
+def test_a_single_line_is_cut_at_a_space_near_its_middle(text, first):
+    parts = [divided([text], split) for split in ("calibration", "evaluation")]
+    assert parts == [[first], [text.removeprefix(first)]]
+
+
+def test_documents_of_one_token_are_text(tokenizer, tmp_path):
+    """Packed, they count like any other; each for itself they say nothing of a next token."""
+    write_rows(tmp_path / "d.jsonl", [chr(ord("a") + i) for i in range(26)])
+    assert load_tokens(small(name="d.jsonl", fewer=True), tokenizer, "calibration", tmp_path).tokens
+    alone = small(name="d.jsonl", fewer=True, pack=False)
+    refused_recipe("hold no text", load_tokens, alone, tokenizer, "calibration", tmp_path)
 
 
 def test_that_one_document_serves_both_splits_is_said(tokenizer, tmp_path):
@@ -377,6 +410,6 @@ def test_fewer_samples_do_where_that_is_said(tokenizer, tmp_path):
     assert tokens.tokens >= some.tokens
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": ""}))
     refused_recipe("hold no text", load_tokens, one, tokenizer, "calibration", tmp_path)
-    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "hello"}))
-    with pytest.raises(RecipeError, match=r"a single one is divided at .* or give more text"):
-        load_tokens(one, tokenizer, "evaluation", tmp_path)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "h"}))
+    with pytest.raises(RecipeError, match=r"a single one is divided in .* or give more text"):
+        load_tokens(one, tokenizer, "calibration", tmp_path)

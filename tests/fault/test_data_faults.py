@@ -109,12 +109,20 @@ ANSWER = [{"role": "assistant", "content": "x"}]
             (
                 "prompt (text), chosen (text)",
                 "`--set dataset.column=chosen`",
-                "put prompt and chosen",
+                "put both, of preferences the chosen one, together",
             ),
         ),
         (
             {"prompt": [{"role": "user", "content": "x"}], "chosen": ANSWER, "rejected": ANSWER},
-            ("prompt (chats), chosen (list)", "put prompt and chosen answer together"),
+            ("prompt (chats), chosen (list)", "put both, of preferences the chosen one"),
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "x"}], "completion": ANSWER},
+            ("prompt (chats), completion (list)", "a prompt and its answer are apart"),
+        ),
+        (
+            {"instruction": "x", "input": "", "output": "y"},
+            ("instruction (text), input (empty)", "a prompt and its answer are apart"),
         ),
         ({"id": "sample-1", "n": 3}, ("id (text), n (int)", "`--set dataset.column=id`")),
         (
@@ -139,6 +147,7 @@ def test_columns_that_could_be_anything_are_not_taken(tmp_path, row, words):
         ("d.json", '[{"text": "x"}', ("d.json: not JSON",)),
         ("d.csv", 'text\n"open', ("not a readable csv file",)),
         ("d.csv", "", ("not a readable csv file",)),
+        ("d.csv", "text\nsay, what\n", ("more fields than its first line names, 1", '"a, b"')),
         ("d.tsv", "other\nx\n", ("no column 'text'", "other")),
     ],
 )
