@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import PTQError, RecipeError
@@ -210,6 +212,17 @@ def test_a_configuration_that_does_not_fit_the_files(tiny_llama, tmp_path):
     missing, misshaped = problems(tmp_path, model)
     assert missing.startswith("r.yaml:1: model.path: model misses model.layers.2.")
     assert "model.layers.0.mlp.gate_proj.weight is [256, 128], needed is [512, 128]" in misshaped
+
+
+def test_a_bias_that_the_configuration_does_not_say(tiny_llama, tmp_path):
+    """transformers, which calibrates, would leave it out, and the engine would add it."""
+    model = copy(tiny_llama, tmp_path)
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.bias"
+    rows = weights[f"{name.removesuffix('bias')}weight"].shape[0]
+    save_file({**weights, name: torch.ones(rows)}, model / "model.safetensors")
+    (found,) = problems(tmp_path, model)
+    assert f"does not fit its config.json: {name} is there" in found
 
 
 def test_a_configuration_that_is_not_valid(tiny_llama, tmp_path):
