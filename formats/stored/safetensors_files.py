@@ -218,7 +218,10 @@ def _read_header(path: Path) -> tuple[dict[str, Kind], dict, dict[str, tuple[int
     """Type and shape of each tensor, the metadata, and where in the file each tensor is."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        begin = file.read(8)
+        if begin == b"version ":
+            raise _damaged(path, "it is Git LFS's pointer to one, which `git lfs pull` replaces")
+        length = int.from_bytes(begin, "little")
         if size < 8 or length > size - 8:
             raise _damaged(path, f"a header of {length} bytes does not fit into {size} bytes")
         header = file.read(length)
@@ -267,12 +270,11 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     if index is not None:
         return _open_indexed(folder, index.weight_map)
     single = find_file(folder, SINGLE)
+    strays = sorted({path.name for path in folder.glob("*.safetensors")} - {SINGLE})
     if single is None:
         refuse_other_kinds(folder)
-        raise CheckpointError(
-            f"{folder}: found neither {SINGLE} nor {INDEX}; is this a model folder?"
-        )
-    strays = sorted({path.name for path in folder.glob("*.safetensors")} - {SINGLE})
+        more = f"{strays[0]} needs its index, or that name" if strays else "is this a model folder?"
+        raise CheckpointError(f"{folder}: found neither {SINGLE} nor {INDEX}; {more}")
     if strays:
         raise CheckpointError(
             f"{folder}: found {', '.join(strays)} beside {SINGLE} without an index. "

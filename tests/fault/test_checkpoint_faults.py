@@ -60,6 +60,17 @@ def test_truncated(folder, keep):
     refused(folder, str(weights), "not a whole safetensors file")
 
 
+def test_a_pointer_of_git_lfs(folder):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    (folder / "model.safetensors").write_text(pointer)
+    refused(folder, "model.safetensors", "git lfs pull")
+
+
+def test_shards_without_an_index(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    refused(folder, "model-00001-of-00001.safetensors needs its index")
+
+
 def test_trailing_bytes(folder):
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"x")
