@@ -33,12 +33,14 @@ from calibrate.sources import (
     are_tables,
     chat_text,
     divided,
+    left_out,
     local_documents,
     named_documents,
     plain_text,
     stdlib_documents,
 )
 from calibrate.spec import TABLES, TEXT, DatasetSpec, Split
+from calibrate.tables import kind_of
 from calibrate.windows import are_rendered, cut_windows, windows_in_template
 from formats.chat_template import has_chat_template
 from formats.errors import RecipeError
@@ -242,7 +244,7 @@ def _read(
     if path.exists():
         _refuse_parts(spec, source)
         texts = local_documents(path, column, convert)
-    elif path.suffix in (*TEXT, *TABLES) or source.startswith((".", "/", "~")):
+    elif kind_of(path) in (*TEXT, *TABLES) or source.startswith((".", "/", "~")):
         raise RecipeError(f"dataset {source!r}: {path} does not exist. Give an existing file")
     else:
         texts = named_documents(source, spec.config, part, column, convert)
@@ -254,6 +256,9 @@ def _notes(spec: DatasetSpec, path: Path, texts: list[str]) -> Iterator[str]:
     if not path.exists() or are_tables(path):
         name = spec.messages_column
         yield f"chats of the column {name!r}" if name else f"text of the column {spec.column!r}"
+    if path.is_dir() and (unread := left_out(path)):
+        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+        yield f"of the folder are left out: {', '.join(unread[:3])}{more}"
     blank = sum(not text.strip() for text in texts)
     if blank:
         yield f"{blank} of {len(texts)} documents are blank, null or empty chats: left out"

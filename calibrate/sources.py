@@ -12,8 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from calibrate.spec import TABLES, TEXT, Split
-from calibrate.tables import check_column, column_values, first_rows, likely_columns, read_text
+from calibrate.spec import NOT_READ, TABLES, TEXT, Split
+from calibrate.tables import (
+    check_column,
+    column_values,
+    first_rows,
+    kind_of,
+    likely_columns,
+    read_text,
+)
 from formats.chat_template import has_chat_template, read_messages, render_chat
 from formats.errors import RecipeError
 
@@ -26,6 +33,9 @@ KINDS = (
     ((".json",), (".json",)),
     (TEXT, TEXT),
 )
+
+# what a data set's publisher and `datasets` themselves put beside its tables
+ABOUT = ("README.md", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 
 # Modules that every Python from 3.11 to 3.14 has as one file. The lists never change: they are
 # what a fingerprint of `stdlib` stands for.
@@ -77,7 +87,7 @@ def local_documents(path: Path, column: str, convert: Convert) -> list[str]:
     """
     texts: list[str] = []
     for file in _files(path):
-        if file.suffix in TEXT:
+        if kind_of(file) in TEXT:
             texts.append(read_text(file))
         else:
             texts += _texts(column_values(file, column), str(file), convert)
@@ -94,24 +104,36 @@ def guess_columns(path: Path) -> dict[str, str]:
         RecipeError: there is no such file, it cannot be read, or no column of it is a likely one.
     """
     file = _files(path)[0]
-    return {} if file.suffix in TEXT else likely_columns(first_rows(file), str(file))
+    return {} if kind_of(file) in TEXT else likely_columns(first_rows(file), str(file))
 
 
 def are_tables(path: Path) -> bool:
     """Whether a file, or what of a folder is read, is a table."""
-    return _files(path)[0].suffix in TABLES
+    return kind_of(_files(path)[0]) in TABLES
+
+
+def left_out(path: Path) -> list[str]:
+    """Names of a folder's files of text, tables and packed ones that are not read for it."""
+    known, read = (*TEXT, *TABLES, *NOT_READ), {*_files(path)}
+    left = [file for file in _inside(path) if kind_of(file) in known and file not in read]
+    return [file.name for file in left if file.name not in ABOUT]
+
+
+def _inside(path: Path) -> list[Path]:
+    """Files of a folder and its subfolders, hidden ones aside."""
+    inside = sorted(file for file in path.rglob("*") if file.is_file())
+    return [f for f in inside if not any(p[0] == "." for p in f.relative_to(path).parts)]
 
 
 def _files(path: Path) -> list[Path]:
     """The file, or what of a folder is read; at least one."""
     files = [path]
     if path.is_dir():
-        inside = sorted(file for file in path.rglob("*") if file.is_file())
-        inside = [f for f in inside if not any(p[0] == "." for p in f.relative_to(path).parts)]
-        found = {file.suffix for file in inside}
+        inside = _inside(path)
+        found = {kind_of(file) for file in inside}
         kinds = next((kinds for marks, kinds in KINDS if found.intersection(marks)), ())
-        files = [file for file in inside if file.suffix in kinds]
-    if not files or files[0].suffix not in (*TEXT, *TABLES):
+        files = [file for file in inside if kind_of(file) in kinds]
+    if not files or kind_of(files[0]) not in (*TEXT, *TABLES):
         raise RecipeError(
             f"dataset {str(path)!r}: found no file of a known kind. Known: "
             f"{', '.join((*TEXT, *TABLES))}. Of another table make JSON lines, "

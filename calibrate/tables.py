@@ -26,25 +26,30 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 FIRST = 32  # rows that a table's columns are known by
 
 
+def kind_of(file: Path) -> str:
+    """A file's suffix in small letters: some programs write large ones."""
+    return file.suffix.lower()
+
+
 def column_values(file: Path, column: str) -> list[Any]:
     """All values of a table's column; None where a row has none.
 
     Raises:
         RecipeError: the file cannot be read, or has no such column.
     """
-    if file.suffix in JSON:
+    if kind_of(file) in JSON:
         values = []
         for place, row in _json_rows(file):
             if row is not None:
                 check_column(column, list(row), place)
             values.append(None if row is None else row[column])
         return values
-    if file.suffix in SEPARATORS:
+    if kind_of(file) in SEPARATORS:
         rows = _separated_rows(file)
         check_column(column, list(rows), str(file))
         return rows[column].tolist()
     with _pyarrow_errors(file):
-        if file.suffix == ".parquet":
+        if kind_of(file) == ".parquet":
             import pyarrow.parquet as pq
 
             check_column(column, pq.read_schema(file).names, str(file))
@@ -60,12 +65,12 @@ def first_rows(file: Path) -> list[dict[str, Any]]:
     Raises:
         RecipeError: the file cannot be read.
     """
-    if file.suffix in JSON:
+    if kind_of(file) in JSON:
         return list(islice((row for _, row in _json_rows(file) if row is not None), FIRST))
-    if file.suffix in SEPARATORS:
+    if kind_of(file) in SEPARATORS:
         return _separated_rows(file).head(FIRST).to_dict("records")
     with _pyarrow_errors(file):
-        if file.suffix == ".parquet":
+        if kind_of(file) == ".parquet":
             import pyarrow.parquet as pq
 
             with pq.ParquetFile(file) as parquet:
@@ -196,12 +201,12 @@ def read_text(file: Path) -> str:
 def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Each row with its place, such as `FILE:LINE`; empty lines are skipped, null is None."""
     text = read_text(file)
-    if file.suffix == ".json" and text.lstrip()[:1] == "[":
+    if kind_of(file) == ".json" and text.lstrip()[:1] == "[":
         for number, row in enumerate(_parsed(text, str(file)), 1):
             place = f"{file}, row {number}"
             yield place, {"text": row} if isinstance(row, str) else _checked(row, place)
         return
-    if file.suffix == ".json" and (row := _only_object(text)) is not None:
+    if kind_of(file) == ".json" and (row := _only_object(text)) is not None:
         yield str(file), row
         return
     for number, line in enumerate(text.split("\n"), 1):
@@ -236,7 +241,7 @@ def _separated_rows(file: Path) -> pd.DataFrame:
     """A table whose first line names its columns; all of its values are text."""
     import pandas as pd
 
-    sep = SEPARATORS[file.suffix]
+    sep = SEPARATORS[kind_of(file)]
     try:
         rows = pd.read_csv(io.StringIO(read_text(file)), sep=sep, dtype=str, keep_default_na=False)
         if not isinstance(rows.index, pd.RangeIndex):  # pandas takes fields without a name for it
@@ -247,7 +252,7 @@ def _separated_rows(file: Path) -> pd.DataFrame:
         return rows
     except ValueError as error:
         reason = " ".join(str(error).split())
-        raise RecipeError(f"{file}: not a readable {file.suffix[1:]} file ({reason})") from error
+        raise RecipeError(f"{file}: not a readable {kind_of(file)[1:]} file ({reason})") from error
 
 
 @contextmanager
@@ -258,7 +263,7 @@ def _pyarrow_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        raise RecipeError(f"{file}: not a readable {file.suffix[1:]} file ({error})") from error
+        raise RecipeError(f"{file}: not a readable {kind_of(file)[1:]} file ({error})") from error
 
 
 def _arrow_table(file: Path) -> pyarrow.Table:

@@ -267,6 +267,15 @@ def test_what_a_folder_is_read_for(tmp_path):
         assert found == expected
 
 
+def test_what_of_a_folder_is_not_read_is_said(tokenizer, tmp_path):
+    """Suffixes are read in whatever case."""
+    write_rows(tmp_path / "a.JSONL", documents())
+    for name in ("b.txt", "c.jsonl.gz", "license", ".hidden.txt"):
+        (tmp_path / name).write_text("x")
+    tokens = load_tokens(small(name=str(tmp_path)), tokenizer, "calibration")
+    assert "of the folder are left out: b.txt, c.jsonl.gz" in tokens.notes
+
+
 def test_files_of_text_have_no_columns(tmp_path):
     (tmp_path / "about.txt").write_text("words")
     assert guess_columns(tmp_path / "about.txt") == {}
