@@ -130,7 +130,8 @@ def likely_columns(rows: Sequence[Mapping[str, Any]], source: str) -> dict[str, 
         for name in columns
         if any(looks_like_chat(row.get(name), answers=name.lower() in CHATS) for row in rows)
     ]
-    texts = [name for name, v in columns.items() if isinstance(v, str) and name not in chats]
+    left = {name: value for name, value in columns.items() if name not in chats}
+    texts = [name for name, v in left.items() if isinstance(v, str) and not _is_printed(name, v)]
     found = _named(("text",), texts)
     if found is not None:
         return {"column": found}
@@ -143,7 +144,7 @@ def likely_columns(rows: Sequence[Mapping[str, Any]], source: str) -> dict[str, 
         return {"column": found}
     raise RecipeError(
         f"dataset {source!r}: cannot tell which column to read. Found: "
-        f"{', '.join(f'{name} ({_kind(value)})' for name, value in columns.items())}. "
+        f"{', '.join(f'{name} ({_kind(name, value)})' for name, value in columns.items())}. "
         f"{_settings(texts, chats)}; or name the column of text `text`, or that of chats "
         f"`messages`{APART if parted or len(texts) > 1 else ''}"
     )
@@ -165,9 +166,16 @@ def _only(columns: Sequence[str]) -> str | None:
     return columns[0] if len(columns) == 1 else None
 
 
-def _kind(value: Any) -> str:
+def _is_printed(name: str, value: Any) -> bool:
+    """Whether a column of chats holds what Python prints of a list, as pandas writes it to CSV."""
+    return name.lower() in CHATS and isinstance(value, str) and value.lstrip()[:2] == "[{"
+
+
+def _kind(name: str, value: Any) -> str:
     if looks_like_chat(value):
         return "chats"
+    if _is_printed(name, value):
+        return "chats as Python prints them: write them as JSON"
     return "text" if isinstance(value, str) else "empty" if value is None else type(value).__name__
 
 

@@ -129,6 +129,7 @@ ANSWER = [{"role": "assistant", "content": "x"}]
             {"a": [{"role": "user", "content": "x"}], "b": [{"role": "user", "content": "y"}]},
             ("`--set dataset.messages_column=a` or `--set dataset.messages_column=b`",),
         ),
+        ({"messages": str([{"role": "user"}])}, ("messages (chats as Python prints them: write",)),
         ({"id": 1, "n": 3}, ("None of them holds text",)),
     ],
 )
