@@ -105,14 +105,15 @@ def check_declared(recipe: Recipe, config: Mapping[str, Any]) -> Faults:
 
 def check_tensors(checkpoint: FloatModel, model: nn.Module) -> Faults:
     """Tensors that the configuration asks for and the files do not have, or have otherwise; and
-    biases of layers that have none by it.
+    biases, not all zero, of layers that have none by it.
     """
     stored, tied = stored_names(checkpoint.config), tied_names(checkpoint.config)
     missing, misshaped, state = [], [], model.state_dict()
     for code, tensor in state.items():
         name = stored.get(code, code)
         bias = f"{name.removesuffix('weight')}bias"
-        if f"{code.removesuffix('weight')}bias" not in state and bias in checkpoint:
+        unknown = f"{code.removesuffix('weight')}bias" not in state and bias in checkpoint
+        if unknown and checkpoint.tensor(bias).any():
             misshaped.append(f"{bias} is there, needed is none")
         if name not in checkpoint:
             missing += [] if name in tied else [name]
