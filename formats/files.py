@@ -97,8 +97,14 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that its path holds either the old content or the whole new one."""
+    """Write a file so that its path holds either the old content or the whole new one.
+
+    What is written to a pipe or to a device such as /dev/null goes there, and replaces neither.
+    """
     with writing(path):
+        if path.is_fifo() or path.is_char_device():
+            path.write_bytes(data)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         recover(path)
         temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")

@@ -289,8 +289,8 @@ def require_writable(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder; a file is needed")
-        with TemporaryFile(dir=path.parent):
-            pass
+        if path.is_file() or not path.exists():  # a pipe or a device is written to as it is
+            TemporaryFile(dir=path.parent).close()
 
 
 def _written(row: Row, answer: Answer) -> dict[str, Any]:

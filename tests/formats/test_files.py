@@ -45,6 +45,20 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert path.read_bytes() == b"old"
 
 
+def test_a_pipe_or_a_device_is_written_to_and_stays_what_it_is(tmp_path):
+    """As root, `--output /dev/null` would have made a file of what all programs write to."""
+    pipe, link = tmp_path / "pipe", tmp_path / "null"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    replace_file(pipe, b"whole")
+    assert os.read(reader, 99) == b"whole"
+    os.close(reader)
+    link.symlink_to(os.devnull)
+    replace_file(link, b"whole")
+    assert pipe.is_fifo()
+    assert link.is_char_device()
+
+
 @pytest.mark.parametrize("moved_in", [False, True])
 def test_a_directory_of_a_dead_writer_is_put_back_or_removed(tmp_path, dead, moved_in):
     """It was killed after it had moved the old directory away, or after the new one was there."""
