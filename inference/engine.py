@@ -11,12 +11,14 @@ number of rows, so that there a row may differ in its last bits from one size of
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +42,7 @@ from inference.requests.request import (
     StepResult,
     check_prompt,
     check_tokens,
+    check_unicode,
 )
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockChanges, BlockManager, KVStats
@@ -54,9 +57,25 @@ from inference.structured.compiler import GrammarCompiler
 from inference.transformers_code.model import CodeModel, CodeShape, Shape, check_config, read_shape
 from kernels.attention_inputs import KV_BLOCK, KVPool
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _alone(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+    """A method of an engine in which one thread is at a time; others wait for it."""
+
+    @wraps(method)
+    def waiting(self: Engine, /, *args: P.args, **settings: P.kwargs) -> T:
+        with self.lock:
+            return method(self, *args, **settings)
+
+    return waiting
+
 
 class Engine:
     """Runs requests on a model; make one with `Engine.from_pretrained`.
+
+    Several threads may call it: one computes at a time, and the others wait.
 
     Args:
         checkpoint: What is loaded, float or quantized.
@@ -67,6 +86,7 @@ class Engine:
 
     Attributes:
         checkpoint, tokenizer, backend: As given.
+        lock: Held by the thread that computes.
         model: What runs: a decoder as its family is declared, or transformers' own code.
         config: Sizes, all resolved.
         quantized_kv: Whether K and V are quantized in the cache.
@@ -111,6 +131,7 @@ class Engine:
         self._grammars = GrammarCompiler(tokenizer, shape.vocab_size, self._ends)
         self._blocks = BlockManager(blocks, prefix_cache=config.prefix_cache, states=states)
         self.speculation: SpeculativeDecoder | None = None
+        self.lock = threading.RLock()
         self._start()
         if config.speculate is not None:
             target = Target(
@@ -162,7 +183,9 @@ class Engine:
             span=self.model.config.attention_span,
             target_s=None if sizes.target_itl_ms is None else sizes.target_itl_ms / 1000,
         )
-        self._requests = ActiveRequests(self._scheduler, self._change_blocks)
+        # A bound method would keep a deleted engine, and its memory, until the garbage collector.
+        change_blocks = partial(Engine._change_blocks, weakref.proxy(self))
+        self._requests = ActiveRequests(self._scheduler, change_blocks)
         self._backlog = StepResult()  # of requests for which another caller has stepped
         self._names = (f"request-{i}" for i in count())
         self.loop = self.backend.loop(self.model, self.pools, self.config, self._requests)
@@ -232,6 +255,7 @@ class Engine:
         """The folders of the adapters that are loaded, by name."""
         return self._adapters.paths
 
+    @_alone
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Load an adapter, LoRA or prefix tuning, which requests name in `SamplingParams.adapter`.
 
@@ -254,6 +278,7 @@ class Engine:
             return f"drafts of {own.method} come from a network that has no such prefix"
         return None
 
+    @_alone
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter.
 
@@ -345,6 +370,7 @@ class Engine:
         if not self._requests and self._blocks.available != self._blocks.total:
             raise EngineError(f"no request is left, but {self.stats()} says that blocks are held")
 
+    @_alone
     def add_request(
         self,
         prompt: str | Sequence[int] | Tensor,
@@ -367,7 +393,9 @@ class Engine:
                 or the package that constraints need is missing. A constraint that cannot be
                 compiled ends the request later, with an error whose `param` is "constraint".
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params: found {params!r:.40}; needed are SamplingParams", "params")
         slot, given = self._slot_of(params.adapter)
         name, tokens = self._new_name(request_id), self._tokens(prompt, given)
         check_tokens(params.stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
@@ -382,6 +410,7 @@ class Engine:
         self._requests.add(request, constraint and self._grammars.compile(constraint))
         return name
 
+    @_alone
     def hold(
         self,
         prompt: str | Sequence[int] | Tensor,
@@ -425,10 +454,12 @@ class Engine:
         self._requests.add(request)
         return Held(name, room)
 
+    @_alone
     def extend(self, name: str, token: int) -> None:
         """Give a held request its next token, once the likeliest were returned."""
         self._requests[name].sequence.append(token)
 
+    @_alone
     def fork(self, name: str, new_name: str, token: int) -> None:
         """Begin a held request with the tokens of another and one more; it shares their blocks.
 
@@ -448,6 +479,7 @@ class Engine:
         if not self._scheduler.assume_computed(self._requests[request_id].sequence):
             raise EngineError(f"{request_id}: no place is free, or too few blocks: {self.stats()}")
 
+    @_alone
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; gives its last state, or None where there is no such request."""
         request = self._requests.get(request_id)
@@ -455,6 +487,7 @@ class Engine:
             return None
         return self._requests.finish(request, "abort")
 
+    @_alone
     def step(self) -> list[RequestOutput]:
         """Compute the next tokens of every running request, or a chunk of a prompt.
 
@@ -469,6 +502,7 @@ class Engine:
         """
         return self._outputs(self._next())
 
+    @_alone
     def advance(self) -> StepResult:
         """`step`, as one object: which requests gained which token, and which ended.
 
@@ -523,9 +557,10 @@ class Engine:
         """
         self.loop.warm_up()
 
+    @_alone
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int] | Tensor],
+        prompts: str | Iterable[str] | Iterable[Sequence[int] | Tensor],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer a batch of prompts.
@@ -540,13 +575,13 @@ class Engine:
         Raises:
             RequestError: a prompt or its parameters are not allowed; none is run.
         """
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(f"params: {len(each)} for {len(prompts)} prompts", "params")
+        given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(given)
+        if len(each) != len(given):
+            raise RequestError(f"params: {len(each)} for {len(given)} prompts", "params")
         alone, names, done = not self.has_unfinished, list[str](), dict[str, RequestOutput]()
         try:
-            for prompt, one in zip(prompts, each, strict=True):
+            for prompt, one in zip(given, each, strict=True):
                 names.append(self.add_request(prompt, one))
             while alone and len(done) < len(names):
                 ended = map(_or_refused, self.advance().finished)
@@ -568,6 +603,7 @@ class Engine:
         finally:
             self.abort(name)
 
+    @_alone
     def score(
         self,
         ids: Tensor | Sequence[int],
@@ -654,11 +690,13 @@ class Engine:
         """Step until these requests are done; what others gain waits for whoever asks next."""
         pending = set(names)
         while pending:
-            own, self._backlog = self._backlog.split(pending)
-            if not own:
-                own, others = self._run().split(pending)
-                self._backlog += others
-            for output in self._outputs(own):
+            with self.lock:
+                own, self._backlog = self._backlog.split(pending)
+                if not own:
+                    own, others = self._run().split(pending)
+                    self._backlog += others
+                outputs = self._outputs(own)
+            for output in outputs:
                 if _or_refused(output).finished:
                     pending.discard(output.request_id)
                 yield output
@@ -671,8 +709,9 @@ class Engine:
     def _tokens(self, prompt: str | Sequence[int] | Tensor, given: int) -> list[int]:
         """Token ids of a prompt that may be run after so many that an adapter gives."""
         if isinstance(prompt, str):
+            check_unicode(prompt)
             tokens = text_tokens(self.tokenizer, prompt)
-        elif isinstance(prompt, Sequence | Tensor):
+        elif isinstance(prompt, Sequence | Tensor) and not isinstance(prompt, bytes | bytearray):
             tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
         else:
             raise RequestError(

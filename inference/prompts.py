@@ -14,6 +14,7 @@ from typing import Any
 from formats.chat_template import has_chat_template, text_tokens
 from formats.errors import RequestError
 from inference.requests.chat_tokens import ChatEncoder
+from inference.requests.request import check_unicode
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -119,17 +120,3 @@ class PromptFormat:
         check_unicode(text)
         options = {"add_special_tokens": False, "verbose": False}  # no word on its length
         return list(self.tokenizer(text, **options)["input_ids"])
-
-
-def check_unicode(text: str) -> None:
-    """Check that a tokenizer can read a text.
-
-    Raises:
-        RequestError: it is no Unicode.
-    """
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise RequestError(
-            "prompt: it holds half a surrogate pair, such as bytes that are no UTF-8 leave; "
-            "give Unicode text",
-            "prompt",
-        )

@@ -244,6 +244,20 @@ def check_prompt(
     check_tokens(tokens, vocabulary, "prompt")
 
 
+def check_unicode(text: str) -> None:
+    """Check that a tokenizer can read a text.
+
+    Raises:
+        RequestError: it is no Unicode.
+    """
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise RequestError(
+            "prompt: it holds half a surrogate pair, such as bytes that are no UTF-8 leave; "
+            "give Unicode text",
+            "prompt",
+        )
+
+
 Logprobs = Mapping[int, float]
 
 

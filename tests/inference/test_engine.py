@@ -1,7 +1,10 @@
 """Requests: the same answer in any company, and no block of the cache ever lost."""
 
+import gc
 import json
 import shutil
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -297,7 +300,7 @@ def test_end_tokens_that_the_model_does_not_know(tiny_llama, monkeypatch):
 
 def test_prompts_that_are_not_allowed(tiny_llama):
     runner = engine_of(tiny_llama)
-    for prompt in ("", [], [384], [-1]):
+    for prompt in ("", [], [384], [-1], "\ud800"):
         with pytest.raises(RequestError) as caught:
             runner.add_request(prompt)
         assert caught.value.param == "prompt"
@@ -317,13 +320,52 @@ def test_a_prompt_is_text_or_token_ids(tiny_llama):
     for prompts in ("class Node:", [ids], [tuple(ids)], [torch.tensor(ids)]):
         (output,) = runner.generate(prompts, params)
         assert output.token_ids == wanted.token_ids
-    for prompts in (ids, [{"role": "user", "content": "hi"}], [None]):
+    (output,) = runner.generate((text for text in ["class Node:"]), params)
+    assert output.token_ids == wanted.token_ids
+    for prompts in (ids, [{"role": "user", "content": "hi"}], [None], [b"class"]):
         with pytest.raises(
             RequestError, match="prompt: found .*; needed is text, or a list of token"
         ):
             runner.generate(prompts, params)
     with pytest.raises(RequestError, match=r"prompt: token \[.* is not in the vocabulary"):
         runner.generate(torch.tensor([[ids]]), params)
+
+
+def test_parameters_are_sampling_params(tiny_llama):
+    runner = engine_of(tiny_llama)
+    for params in ({"max_tokens": 4}, [{"max_tokens": 4}], 4):
+        with pytest.raises(RequestError, match="params: found .*; needed are SamplingParams"):
+            runner.generate(["class Node:"], params)
+
+
+def test_threads_wait_for_each_other(tiny_llama):
+    """Two that were in the compiled kernels at once ended the process."""
+    runner, params, texts = engine_of(tiny_llama), SamplingParams(max_tokens=16), prompts(4)
+    wanted = [output.token_ids for output in runner.generate(texts, params)]
+
+    def run(number: int) -> bool:
+        if number % 2:
+            made = runner.generate(texts, params)
+        else:
+            made = [list(runner.stream(text, params))[-1] for text in texts]
+        return [output.token_ids for output in made] == wanted
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(run, range(32)))
+    runner.check_integrity()
+
+
+def test_a_deleted_engine_gives_its_memory_back_at_once(tiny_llama):
+    """Not when the garbage collector comes by, before which the next engine would find none."""
+    runner = engine_of(tiny_llama)
+    runner.generate(["class Node:"], SamplingParams(max_tokens=4))
+    engine, model = weakref.ref(runner), weakref.ref(runner.model)
+    gc.disable()
+    try:
+        del runner
+        assert (engine(), model()) == (None, None)
+    finally:
+        gc.enable()
 
 
 def test_an_engine_that_cannot_hold_one_request_is_refused(tiny_llama):
