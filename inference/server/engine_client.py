@@ -187,7 +187,8 @@ class EngineClient:
                 self._change()
         elif isinstance(message, EngineInfo):
             self._info, self.loaded = message, True
-            blocks = replace(self.stats.blocks, total=message.kv_blocks)
+            count = message.kv_blocks
+            blocks = replace(self.stats.blocks, total=count, free=count)
             self.stats = replace(self.stats, blocks=blocks)
             if self.state == "starting":
                 self._change("ready")

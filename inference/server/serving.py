@@ -202,11 +202,16 @@ class Serving:
     def _on_signal(self, number: int, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         """Drain; where that is under way, end at once."""
         if self._stopping:
-            os.write(2, b"ended; what ran is lost\n")
+            _tell("ended; what ran is lost\n")
             for process in self._processes:
                 process.kill()
             os._exit(128 + number)
         self._stopping = True
-        line = f"stopping: what runs may finish, for {self._drain_seconds:g} s; once more ends it\n"
-        os.write(2, line.encode())  # print is not safe here: it may be what was interrupted
+        _tell(f"stopping: what runs may finish, for {self._drain_seconds:g} s; once more ends it\n")
         loop.call_soon_threadsafe(stop.set)
+
+
+def _tell(line: str) -> None:
+    """Write to standard error where a signal is handled; a full disk there stops no stopping."""
+    with suppress(OSError):
+        os.write(2, line.encode())  # print is not safe here: it may be what was interrupted

@@ -184,11 +184,13 @@ class EventStream(StreamingResponse):
         self._done, self._quiet = done, quiet
         self._begun = self._over = False
         self._last, self._waits = 0.0, False  # when a write began last; it is not through
+        self._log: dict[str, Any] = {}  # what the request's line in the log says
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
         task, self._last = asyncio.current_task(), asyncio.get_running_loop().time()
         assert task is not None
+        self._log = scope.get("state", {}).get("log", self._log)
         watch = asyncio.ensure_future(self._watch(receive, send))
         watch.add_done_callback(lambda watch: watch.cancelled() or self._over or task.cancel())
         try:
@@ -214,7 +216,9 @@ class EventStream(StreamingResponse):
             if not isinstance(error, ApiError | PTQError):  # which tells a client no internals
                 LOG.error("a defect ended a stream", exc_info=error)
                 error = ApiError(500, DEFECT)
-            content = json.dumps(api_error(error).content)
+            told = api_error(error)
+            self._log["error"] = told.status  # that of the answer is 200
+            content = json.dumps(told.content)
             await self._write(send, f"data: {content}\n\n".encode())
         await self._write(send, self._done, more=False)
 

@@ -25,6 +25,7 @@ class RealServer:
     Args:
         checkpoint: What it serves.
         options: Of `ptq serve`; the port is a free one unless they say which.
+        full_log: Whether the disk is full that its standard error is written to.
 
     Attributes:
         address: `http://127.0.0.1:PORT`.
@@ -32,9 +33,10 @@ class RealServer:
         process: The one that was started: it has HTTP.
     """
 
-    def __init__(self, checkpoint: Path, *options: str) -> None:
+    def __init__(self, checkpoint: Path, *options: str, full_log: bool = False) -> None:
         port = () if "--port" in options else ("--port", "0")
-        self._errors = TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed in `__exit__`)
+        opened = Path("/dev/full").open if full_log else TemporaryFile
+        self._errors = opened("w+", encoding="utf-8")  # closed in `__exit__`
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ptq", "serve", str(checkpoint), *port, *options],
             stdout=subprocess.PIPE,

@@ -83,7 +83,8 @@ def test_the_printed_line_is_one_to_paste(server):
 
 def test_a_draining_server_finishes_what_it_can_and_tells_the_rest(long_model):
     """SIGTERM while two are answered: the short one ends, the long one is told, others refused."""
-    with RealServer(long_model, "--max-model-len", "8192", "--drain-seconds", "2") as server:
+    options = ("--max-model-len", "8192", "--drain-seconds", "2", "--log-requests")
+    with RealServer(long_model, *options) as server:
         engine = server.engine
         long, short = Stream(server.address, 8000), Stream(server.address, 300)
         server.process.terminate()
@@ -99,6 +100,9 @@ def test_a_draining_server_finishes_what_it_can_and_tells_the_rest(long_model):
         assert server.end() == 0
         assert gone(engine)
         assert "what runs may finish, for 2 s" in server.errors
+        assert re.search(
+            r"POST /v1/completions 200 .* tokens=2\+\d+ error=503$", server.errors, re.M
+        )
 
 
 def wait_for(ask, status: int) -> httpx.Response:
@@ -106,6 +110,17 @@ def wait_for(ask, status: int) -> httpx.Response:
     while (answer := ask()).status_code != status:
         assert time.monotonic() < until, answer.text
     return answer
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_server_whose_log_is_on_a_full_disk_answers_and_stops(make_model):
+    """What a signal could not write kept it from stopping, and the next one too."""
+    with RealServer(make_model("llama"), "--log-requests", full_log=True) as server:
+        blocks = metrics(server.address)
+        assert blocks["ptq:kv_cache_blocks_free"] == blocks["ptq:kv_cache_blocks_total"] > 0
+        assert complete(server.address).status_code == 200
+        server.process.terminate()
+        assert server.end() == 0
 
 
 @pytest.mark.ci  # starts a server
