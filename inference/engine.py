@@ -11,6 +11,7 @@ number of rows, so that there a row may differ in its last bits from one size of
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -59,6 +60,17 @@ from kernels.attention_inputs import KV_BLOCK, KVPool
 
 P = ParamSpec("P")
 T = TypeVar("T")
+OWNERS: set[int] = set()  # processes that have made an engine, of which a fork knows
+
+
+def _refuse_fork() -> None:
+    """Raise EngineError in a fork of a process with an engine: kernels would wait there for threads
+    that it has not got, for ever."""
+    if OWNERS and os.getpid() not in OWNERS and torch.get_num_threads() > 1:
+        raise EngineError(
+            "this process is a fork of one that has made an engine, whose threads it has not got. "
+            "Start it by multiprocessing.get_context('spawn'), or call torch.set_num_threads(1)"
+        )
 
 
 def _alone(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
@@ -66,6 +78,7 @@ def _alone(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[
 
     @wraps(method)
     def waiting(self: Engine, /, *args: P.args, **settings: P.kwargs) -> T:
+        _refuse_fork()
         with self.lock:
             return method(self, *args, **settings)
 
@@ -109,6 +122,8 @@ class Engine:
         *,
         quantized_kv: bool = True,
     ) -> None:
+        _refuse_fork()
+        OWNERS.add(os.getpid())
         self.checkpoint, self.tokenizer, self.backend = checkpoint, tokenizer, backend
         if config.speculate is not None:
             require_method(config.speculate.method, networks=backend.runs_drafters)

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -353,6 +354,24 @@ def test_threads_wait_for_each_other(tiny_llama):
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(run, range(32)))
     runner.check_integrity()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_is_refused_where_it_would_wait_for_ever(tiny_llama, monkeypatch):
+    """With an engine of its parent, and with one of its own."""
+    runner = engine_of(tiny_llama)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for use in (lambda: runner.generate(["a"]), lambda: engine_of(tiny_llama)):
+        process = os.fork()
+        if not process:
+            try:
+                use()
+            except EngineError as error:
+                os._exit(0 if "get_context('spawn')" in str(error) else 2)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
 
 
 def test_a_deleted_engine_gives_its_memory_back_at_once(tiny_llama):
