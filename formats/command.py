@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import errno
 import gc
 import os
 import re
@@ -118,6 +119,11 @@ def run_command(
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _tell(f"error: {error}, for what is printed or kept; free some, or write elsewhere", error)
+        return 2
     finally:
         if argv is None:  # the process ends: to look through all that is alive takes a second
             gc.freeze()

@@ -1,5 +1,6 @@
 """The predict command: prompts, streams, and arguments that are refused."""
 
+import errno
 import io
 
 import pytest
@@ -88,3 +89,11 @@ def test_arguments_that_do_not_fit_are_refused(arguments):
 def test_sampling_options_are_checked_before_the_model_is_loaded(capsys):
     assert run_command(predict.main, ["no-model", "--prompt", "x", "--top-p", "2"]) == 2
     assert "error: top_p: " in capsys.readouterr().err
+
+
+def test_a_full_disk_below_standard_output_is_no_defect(capsys):
+    def prints(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert run_command(prints, []) == 2
+    assert capsys.readouterr().err.startswith("error: [Errno 28] No space left on device, for what")

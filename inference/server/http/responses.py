@@ -216,9 +216,9 @@ class EventStream(StreamingResponse):
             if not isinstance(error, ApiError | PTQError):  # which tells a client no internals
                 LOG.error("a defect ended a stream", exc_info=error)
                 error = ApiError(500, DEFECT)
-            told = api_error(error)
-            self._log["error"] = told.status  # that of the answer is 200
-            content = json.dumps(told.content)
+            answer = api_error(error)
+            self._log["error"] = answer.status  # the line has that of the head, 200
+            content = json.dumps(answer.content)
             await self._write(send, f"data: {content}\n\n".encode())
         await self._write(send, self._done, more=False)
 
