@@ -146,6 +146,11 @@ def _block_peaks(
     peaks: dict[str, Tensor] = {}
     for name in sorted(names):
         own = {sample: peak for each in seen for sample, peak in each.get(name, {}).items()}
-        peaks[name] = torch.stack([own[sample].cpu() for sample in range(count)])
-    values = torch.stack([norms[i].cpu() for i in range(count)]) if norms else None
-    return peaks, values, outputs
+        peaks[name] = _in_order(own)
+    return peaks, _in_order(norms) if norms else None, outputs
+
+
+def _in_order(each: dict[int, Tensor]) -> Tensor:
+    """What samples have, as one tensor in the host's memory, which waits for a device once."""
+    device = each[0].device
+    return torch.stack([each[sample].to(device) for sample in sorted(each)]).cpu()

@@ -342,8 +342,12 @@ class Accumulator:
         Returns:
             Those of each sample: fp32 [samples, heads].
         """
-        own = [x.float().cpu() for x in self._tokens_of]
-        peaks = torch.cat([x.flatten(0, 1) for x in own])  # [tokens, heads]
+        sizes = [x.shape[:2] for x in self._tokens_of]
+        peaks = (
+            torch.cat([x.flatten(0, 1) for x in self._tokens_of]).float().cpu()
+        )  # [tokens, heads]
+        parts = peaks.split([samples * length for samples, length in sizes])
+        own = [part.unflatten(0, size) for part, size in zip(parts, sizes, strict=True)]
         each = zip(own, self._firsts, strict=True)
         places = torch.cat([(f + torch.arange(x.shape[1])).repeat(len(x)) for x, f in each])
         later = torch.where(peaks == peaks.amax(dim=0), places[:, None], places.max() + 1)

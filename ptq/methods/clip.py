@@ -10,7 +10,6 @@ Suppression: Pushing the Limit of Low-bit Transformer Language Models", NeurIPS 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
@@ -20,7 +19,7 @@ from pydantic import Field
 from calibrate.spec import SINK_INPUT
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
-from ptq.methods.common.block import BlockWork, loss_against, replaced
+from ptq.methods.common.block import BlockWork, exact_sum, loss_against, replaced
 from ptq.methods.common.method import Method, Part, layer_parts
 from ptq.methods.common.spec import MethodSpec, Stage
 
@@ -94,7 +93,7 @@ class Clip(Method):
         def error(names: Sequence[str], factor: float) -> float:
             """Squared error of the block's outputs, summed exactly over its inputs."""
             with _clipped(work, names, rounded, factor):
-                return math.fsum(loss(block.run(i)) for i, loss in enumerate(losses))
+                return exact_sum(loss(block.run(i)) for i, loss in enumerate(losses))
 
         for names in together.values():
             errors = {factor: error(names, factor) for factor in (1.0, *self.spec.factors)}

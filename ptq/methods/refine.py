@@ -22,7 +22,6 @@ weights have no integers: they stay as they were rounded.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -31,7 +30,7 @@ from pydantic import Field
 
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
-from ptq.methods.common.block import BlockWork, QuantizedLinear, quantized_block
+from ptq.methods.common.block import BlockWork, QuantizedLinear, exact_sum, quantized_block
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import BlockSizes, MethodSpec, PlannedLayer, Stage
 
@@ -309,4 +308,4 @@ def _error(
             cost(work.block.forward(x, i, weights), y, i).double()
             for i, (x, y) in enumerate(zip(inputs, targets, strict=True))
         )
-        return math.fsum(each.square().sum().item() for each in lost)
+        return exact_sum(each.square().sum() for each in lost)

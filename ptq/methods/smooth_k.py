@@ -40,7 +40,6 @@ evens out for nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -51,7 +50,7 @@ from formats.families.family import LatentAttention
 from formats.families.names import role_of
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme
-from ptq.methods.common.block import BlockWork, loss_against, power_of, set_parameter
+from ptq.methods.common.block import BlockWork, exact_sum, loss_against, power_of, set_parameter
 from ptq.methods.common.method import Method
 from ptq.methods.common.migration import Choice, best_of, smoothing_row
 from ptq.methods.common.spec import Alpha, MethodSpec, PlannedLayer, Stage, fixed_alpha
@@ -328,7 +327,7 @@ def _error(
     runs: Replay,
     absmax: Tensor,
     factors: Tensor,
-    losses: Sequence[Callable[[Tensor], float]],
+    losses: Sequence[Callable[[Tensor], Tensor]],
 ) -> float:
     """Squared error of the hidden states after attention with K / factors in the cache."""
     spec = work.scheme.kv_cache
@@ -345,7 +344,7 @@ def _error(
         held = cache.through_cache(moved, seen, spec, "k_cache", work.block.sinks, feedback)
         return held * divisor + centre, v
 
-    return math.fsum(loss(runs.run(i, cached)) for i, loss in enumerate(losses))
+    return exact_sum(loss(runs.run(i, cached)) for i, loss in enumerate(losses))
 
 
 def _centre(work: BlockWork) -> Tensor:

@@ -29,11 +29,14 @@ WORSE_DB = 0.1  # a layer noisier than its baseline by more is an event
 CACHES: tuple[CacheRole, CacheRole] = ("k_cache", "v_cache")
 
 
-Powers = tuple[float, float]  # of a signal and of its error
+Powers = Tensor  # fp64 [2], of a signal and of its error, where they were computed
 
 
 class LayerPowers(NamedTuple):
-    """Powers of what a layer has and of its errors: of its weight, inputs and outputs."""
+    """Powers of what a layer has and of its errors: of its weight, inputs and outputs.
+
+    Nothing waits for the device before they are asked for.
+    """
 
     weight: list[Powers]
     input: list[Powers]
@@ -97,8 +100,8 @@ def _suffices(work: BlockWork, name: str) -> bool:
 def _by_moments(work: BlockWork, name: str, weight: Tensor) -> Powers:
     """Powers of a layer's mean output and of its error, for a quantized weight [out, in]."""
     exact, moments = work.block.linears[name].weight, work.second_moments(name)
-    signal = ((exact @ moments) * exact).sum(dtype=torch.float64).item()
-    return signal, output_errors(exact - weight, moments).sum().clamp(min=0).item()
+    signal = ((exact @ moments) * exact).sum(dtype=torch.float64)
+    return torch.stack((signal, output_errors(exact - weight, moments).sum().clamp(min=0)))
 
 
 def module_rows(
@@ -172,17 +175,16 @@ def cache_ratios(work: BlockWork, scales: Mapping[Role, Tensor]) -> dict[Role, f
 
 def _powers(exact: Tensor, approximate: Tensor) -> Powers:
     """Sums of squares of a signal and of its error: rows in fp32, their sum in fp64."""
-    return _power(exact), _power(exact - approximate)
+    return torch.stack((_power(exact), _power(exact - approximate)))
 
 
-def _power(x: Tensor) -> float:
-    return x.square().sum(dim=-1).sum(dtype=torch.float64).item()
+def _power(x: Tensor) -> Tensor:
+    return x.square().sum(dim=-1).sum(dtype=torch.float64)
 
 
 def _ratio_db(powers: list[Powers]) -> float | None:
     """10 log10(signal / noise): None where nothing was lost or seen, 0 dB where all was lost."""
-    signal = math.fsum(pair[0] for pair in powers)
-    noise = math.fsum(pair[1] for pair in powers)
+    signal, noise = map(math.fsum, torch.stack([*powers]).T.tolist()) if powers else (0.0, 0.0)
     if noise == 0.0:
         return None
     return 10.0 * math.log10(signal / noise) if signal > 0.0 else 0.0

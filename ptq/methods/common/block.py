@@ -333,8 +333,8 @@ class BlockWork:
         return found * self.clips.get(name, 1.0)
 
 
-def loss_against(wanted: Tensor, sinks: int) -> Callable[[Tensor], float]:
-    """Squared error of one output [..., tokens, hidden] after another, by `wanted`.
+def loss_against(wanted: Tensor, sinks: int) -> Callable[[Tensor], Tensor]:
+    """Squared error of one output [..., tokens, hidden] after another, by `wanted`: fp64 scalars.
 
     A sink token's hidden state is so much larger than all others that its error alone would
     decide. It counts by its relative error, as that of `SINK_TOKENS` ordinary tokens: most
@@ -345,13 +345,13 @@ def loss_against(wanted: Tensor, sinks: int) -> Callable[[Tensor], float]:
         powers = wanted.double().square().sum(dim=-1)
         each, own = SINK_TOKENS * powers[..., sinks:].mean(-1), powers[..., :sinks]
 
-    def loss(found: Tensor) -> float:
+    def loss(found: Tensor) -> Tensor:
         errors = (found.double() - wanted).square().sum(dim=-1)
         total = errors[..., sinks:].sum()
         if apart:
             relative = (errors[..., :sinks] / own.clamp(min=1e-30)).sum(-1)
             total = total + (each * relative).sum()
-        return total.item()
+        return total
 
     return loss
 
@@ -359,7 +359,13 @@ def loss_against(wanted: Tensor, sinks: int) -> Callable[[Tensor], float]:
 def power_of(outputs: Iterable[Tensor], sinks: int) -> float:
     """Sum of squares of outputs [..., tokens, hidden], but for sink tokens."""
     squares = (y.double().square().sum(dim=-1) for y in outputs)
-    return math.fsum(own[..., sinks:].sum().item() for own in squares)
+    return exact_sum(own[..., sinks:].sum() for own in squares)
+
+
+def exact_sum(scalars: Iterable[Tensor]) -> float:
+    """The sum of scalars on one device, of any order the same; the host waits for it once."""
+    found = list(scalars)
+    return math.fsum(torch.stack(found).tolist()) if found else 0.0
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from formats.namespace import later
 from ptq.methods.common.block import (
     BlockWork,
     QuantizedLinear,
+    exact_sum,
     loss_against,
     power_of,
     replaced,
@@ -331,7 +332,7 @@ class Trials:
         with ExitStack() as stack:
             for group, folding in zip(self.groups, foldings, strict=True):
                 stack.enter_context(group.simulated(folding))
-            return math.fsum(loss(self._runs.run(i)) for i, loss in enumerate(self._losses))
+            return exact_sum(loss(self._runs.run(i)) for i, loss in enumerate(self._losses))
 
 
 def power_of_two(scale: Tensor) -> Tensor:
