@@ -246,12 +246,17 @@ def _checked(row: Any, place: str) -> dict[str, Any] | None:
 
 
 def _separated_rows(file: Path) -> pd.DataFrame:
-    """A table whose first line names its columns; all of its values are text."""
+    """A table whose first line names its columns; all of its values are text.
+
+    Where it has semicolons alone, as spreadsheets write them in many countries, these part a CSV's.
+    """
     import pandas as pd
 
-    sep = SEPARATORS[kind_of(file)]
+    text = read_text(file)
+    sep, names = SEPARATORS[kind_of(file)], text.partition("\n")[0]
+    sep = ";" if sep == "," and ";" in names and sep not in names else sep
     try:
-        rows = pd.read_csv(io.StringIO(read_text(file)), sep=sep, dtype=str, keep_default_na=False)
+        rows = pd.read_csv(io.StringIO(text), sep=sep, dtype=str, keep_default_na=False)
         if not isinstance(rows.index, pd.RangeIndex):  # pandas takes fields without a name for it
             raise ValueError(
                 f"rows have more fields than its first line names, {len(rows.columns)}; put "

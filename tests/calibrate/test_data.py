@@ -71,7 +71,7 @@ def test_the_seed_chooses_the_windows(tokenizer):
 
 @pytest.mark.parametrize(
     "kind",
-    ["jsonl", "parquet", "arrow", "folder", "csv", "tsv", "json", "strings.json", "lines.json"],
+    "jsonl parquet arrow folder csv semicolons.csv tsv json strings.json lines.json".split(),
 )
 def test_local_files_give_the_same_tokens(tokenizer, tmp_path, kind):
     import pandas as pd
@@ -88,9 +88,9 @@ def test_local_files_give_the_same_tokens(tokenizer, tmp_path, kind):
         table = pa.table({"text": texts})
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
-    elif kind in ("csv", "tsv"):
+    elif kind.endswith(("csv", "tsv")):
         frame = pd.DataFrame({"id": range(len(texts)), "text": texts})
-        frame.to_csv(path, sep="," if kind == "csv" else "\t", index=False)
+        frame.to_csv(path, sep={"csv": ",", "tsv": "\t"}.get(kind, ";"), index=False)
     elif kind.endswith("json"):
         rows = [{"text": text} for text in texts]
         whole = json.dumps(texts if kind == "strings.json" else rows, indent=1)
