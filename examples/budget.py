@@ -21,6 +21,7 @@ result = quantize(
         "dataset.evaluation.samples=8",
     ],
     output="output/examples/budget",
+    force=True,  # in the place of what an earlier run wrote
 )
 print("written:", result.checkpoint)
 print("what was chosen for each layer: output/examples/budget/recipe.yaml")

@@ -19,6 +19,7 @@ result = quantize(
     data=data,
     overrides=["dataset.calibration.samples=16"],  # more samples, better scales
     output="output/examples/quantize",
+    force=True,  # in the place of what an earlier run wrote
 )
 print("written:", result.checkpoint)
 

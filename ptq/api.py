@@ -63,11 +63,13 @@ def quantize(
         progress: Show a progress bar.
 
     Raises:
-        RecipeError: the recipe is invalid, does not fit the model, its data cannot be used, or
-            nothing can keep its budget.
-        CheckpointError: the model is damaged, the output exists, another process works in it, or it
-            cannot be written.
+        RecipeError: the recipe is invalid, does not fit the model, its data cannot be used, nothing
+            can keep its budget, files of the model are missing or not whole, or the output exists.
+        CheckpointError: the model's weights are damaged, or the output cannot be written or is
+            another process's.
     """
+    if isinstance(overrides, str):
+        raise RecipeError(f"overrides: found the text {overrides!r}; give a list: [{overrides!r}]")
     recipe, label = _chosen(recipe, model, scheme)
     if isinstance(recipe, Recipe):
         given = [x for x in (model, data, revision, adapter, *overrides) if x is not None]

@@ -170,6 +170,7 @@ def test_rooms_import_from_the_floors_below(package):
         if name == package or path.name == "__main__.py":  # doors open onto the highest floor
             continue
         room = name.split(".")[depth]
+        assert room in floor_of, f"{path}: say in FLOORS on which floor of {package} {room} stands"
         for found in imported_modules(path):
             other = found.split(".")[depth] if found.startswith(f"{package}.") else room
             assert other == room or floor_of[other] < floor_of[room], f"{name} imports {found}"

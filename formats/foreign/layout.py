@@ -1,9 +1,8 @@
 """What the foreign layouts share: their description, and strict reading.
 
-A layout is a pair of pure functions between a `StoredWeight` and tensors; `formats.foreign.gptq`,
-`formats.foreign.awq`, `formats.foreign.fp8`, `formats.foreign.bitsandbytes` and
-`formats.foreign.neural_compressor` each make one from its settings. `formats.foreign.folder` reads
-a folder by its layout.
+A layout is a pair of pure functions between a `StoredWeight` and tensors; each of
+`formats.foreign.settings.READERS` makes one from its settings. `formats.foreign.folder` reads a
+folder by its layout.
 """
 
 from __future__ import annotations

@@ -19,16 +19,7 @@ from formats.foreign.modelopt import read_modelopt_config
 from formats.foreign.neural_compressor import is_neural_compressor, neural_compressor_layout
 from formats.scheme import Scheme, WeightSpec
 
-METHODS = (
-    "gptq",
-    "awq",
-    "auto-round",
-    "fp8",
-    "modelopt",
-    "bitsandbytes",
-    "mxfp4",
-    "compressed-tensors",
-)
+ELSEWHERE = ("auto-round", "mxfp4", "compressed-tensors")  # are read by others, or as one of these
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,19 +82,13 @@ def _text(settings: Mapping[str, Any]) -> str:
 
 def _read_kind(settings: Mapping[str, Any], names: Collection[str]) -> Kind:
     method = settings.get("quant_method")
-    if method == "gptq":
-        return Kind(*_read_gptq(settings, names))
-    if method == "awq":
-        return Kind(*read_awq(settings))
-    if method == "bitsandbytes":
-        return Kind(*read_bitsandbytes_config(settings))
-    if method == "modelopt":
-        return Kind(*read_modelopt_config(settings))
-    if method == "fp8":
-        return Kind(*read_fp8_config(settings, names))
+    reader = READERS.get(str(method))
+    if reader is not None:
+        return Kind(*reader(settings, names))
+    allowed = ", ".join(map(repr, (*READERS, *ELSEWHERE)))
     raise CheckpointError(
-        f"found quant_method {method!r}; allowed: {', '.join(map(repr, METHODS))}. Quantize the "
-        "original model with one of the shipped recipes"
+        f"found quant_method {method!r}; allowed: {allowed}. Quantize the original model with one "
+        "of the shipped recipes"
     )
 
 
@@ -117,6 +102,16 @@ def _read_gptq(settings: Mapping[str, Any], names: Collection[str]) -> tuple[Sch
     if is_neural_compressor(names):
         return scheme, neural_compressor_layout(spec, settings, names, version)
     return scheme, gptq_layout(spec, version, group_size=settings["group_size"])
+
+
+READERS: dict[str, Callable[[Mapping[str, Any], Collection[str]], tuple[Scheme, Layout]]] = {
+    "gptq": _read_gptq,
+    "awq": lambda settings, _: read_awq(settings),
+    "fp8": read_fp8_config,
+    "modelopt": lambda settings, _: read_modelopt_config(settings),
+    "bitsandbytes": lambda settings, _: read_bitsandbytes_config(settings),
+}
+"""What reads settings and names of tensors, by `quant_method`."""
 
 
 def integer_weights(scheme: Scheme) -> WeightSpec:

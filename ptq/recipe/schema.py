@@ -411,8 +411,7 @@ class Recipe(Strict):
     """What calibration keeps for `ptq solve` beyond what the recipe itself needs."""
     methods: Annotated[tuple[AnyMethod, ...], Field(validate_default=True)] = ()
     """What is done to the model: a method's name each, or `name: options`, in the order of their
-    sections below. A scheme with weights needs one that rounds (`rtn`, `gptq`, `hqq` or
-    `two_sided`).
+    sections below. A scheme with weights needs one that rounds, such as `rtn` or `gptq`.
     """
     ignore: tuple[Pattern, ...] = ("lm_head",)
     """Linear layers that stay in floating point, whatever `layers` says: full names, or `re:`

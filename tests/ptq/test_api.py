@@ -102,6 +102,7 @@ def test_a_recipe_is_quantized_from_python(tmp_path, tiny_llama):
     (answer,) = engine.generate(["def f"], ptq.SamplingParams(max_tokens=3))
     assert len(answer.token_ids) <= 3
     refused_recipe("exists already", ptq.quantize, recipe, output=tmp_path / "object")
+    refused_recipe(r"give a list: \['scheme=w4'\]", ptq.quantize, "c8", overrides="scheme=w4")
     refused_recipe("a recipe that is no file", ptq.quantize, recipe, overrides=["scheme=w4"])
 
 

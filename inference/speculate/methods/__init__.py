@@ -1,1 +1,1 @@
-"""One file a proposer, which registers itself: its `METHOD` (`inference.proposers`)."""
+"""One file a proposer, which is found by its `METHOD` (`inference.proposers`)."""

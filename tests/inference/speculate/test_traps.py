@@ -7,6 +7,7 @@ import pytest
 
 from inference.config import SpeculateConfig
 from inference.engine import Engine
+from inference.proposers import draft_methods
 from inference.requests.constraint import Constraint
 from inference.requests.request import RequestOutput, SamplingParams
 from tests.inference.engines import engine_of, tokens_of
@@ -14,6 +15,7 @@ from tests.inference.speculate.requests import Replay
 
 PROMPT = [*range(20, 40)]
 DEPTH = 8
+OF_TOKENS = [name for name, own in draft_methods().items() if not own.network]
 END = 0  # of the tiny models
 KINDS: dict[str, dict] = {
     "greedy": {},
@@ -170,7 +172,7 @@ def test_drafts_behind_a_complete_json_are_not_taken(tiny_llama, values):
         assert 0 < runner.speculation.accepted.sum() < runner.speculation.proposed.sum()
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "known"])
+@pytest.mark.parametrize("method", [*OF_TOKENS, "known"])
 def test_the_prefix_cache_finds_as_much_with_drafts(tiny_llama, method):
     """Shared beginnings, the same again, and the next turns of chats, whose beginnings have tokens
     that were drafts."""
@@ -202,7 +204,7 @@ def test_the_prefix_cache_finds_as_much_with_drafts(tiny_llama, method):
     assert found[0][1][1] - found[0][0][1] == 4 * 128 + 4 * 192  # of the second round
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "known"])
+@pytest.mark.parametrize("method", [*OF_TOKENS, "known"])
 @pytest.mark.parametrize("scheme", ["float", "a8w8c8"])
 def test_who_gives_way_says_the_same_with_drafts(tiny_llama, make_quantized, scheme, method):
     folder = make_quantized(tiny_llama, scheme)

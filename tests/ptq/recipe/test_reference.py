@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from formats.scheme import PRESETS
+from ptq.methods.common.spec import Stage
 from ptq.methods.registry import METHODS
 from ptq.recipe import reference
 from ptq.recipe.reading import load_recipe
@@ -47,8 +48,9 @@ def test_examples_of_methods_can_be_pasted(tmp_path):
     model.mkdir()
     examples = re.findall(r"^## methods: (\w+)$.*?```yaml\n(.*?)```", PAGE.read_text(), re.M | re.S)
     for name, example in examples:
-        weights = "" if name in ("gptq", "hqq", "rtn", "two_sided") else "  - rtn\n"
-        first = "  - rtn\n" if name == "refine" else ""
+        stage = METHODS[name].stage
+        weights = "" if stage == Stage.ROUND else "  - rtn\n"
+        first = "  - rtn\n" if stage == Stage.REFINE else ""
         example = example.replace("methods:\n", f"methods:\n{first}")
         text = f"model: {{path: model}}\nscheme: a8w8c8\noutput: {{path: out}}\n{example}"
         path = tmp_path / "recipe.yaml"
