@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from formats.command import bar
 from formats.documents import Strict
 from formats.errors import EngineError, RequestError
 from kernels.logits import compare_rows
@@ -127,24 +126,20 @@ class SequenceScores:
         return SequenceScores(*(getattr(self, field.name)[start:end] for field in fields(self)))
 
 
-def compare(
-    original: Scorer, quantized: Scorer, sequences: Sequence[Tensor], *, progress: bool = False
-) -> Accuracy:
+def compare(original: Scorer, quantized: Scorer, sequences: Sequence[Tensor]) -> Accuracy:
     """Score sequences with both engines and compare what they predict.
 
     Args:
         original: The reference.
         quantized: What is judged.
         sequences: Token ids, int64 [T] each, T at least 2.
-        progress: Show a progress bar.
 
     Raises:
         RequestError: there is no sequence, or one has no token to predict.
         EngineError: logits hold NaN or infinity, or the vocabularies differ.
     """
     check_sequences(sequences)
-    shown = bar(sequences, title="Comparing", unit="sequence", shown=progress)
-    return summarize([score(original, quantized, ids, i) for i, ids in enumerate(shown)])
+    return summarize([score(original, quantized, ids, i) for i, ids in enumerate(sequences)])
 
 
 def check_sequences(sequences: Sequence[Tensor]) -> None:

@@ -135,11 +135,11 @@ def choose_scale(absmax: Tensor, dtype: QuantizedType = INT8) -> Tensor:
     return divide(absmax.float(), dtype.top).clamp(min=TINY_SCALE)
 
 
-def outer_scales(x: Tensor, dtype: QuantizedType = INT8) -> tuple[Tensor, Tensor]:
-    """Scales of matrices whose element (i, j) has the product of its row's and its column's.
+def outer_scales(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 scales of matrices whose element (i, j) has the product of its row's and its column's.
 
     rows[i] is the root of the largest |x[i, j]|, columns[j] the largest |x[i, j]| / rows[i] over
-    `dtype.top`. No element is beyond the range, and steps are finer than by rows alone where both
+    127. No element is beyond the range, and steps are finer than by rows alone where both
     rows and columns differ in size. NaN gives NaN.
 
     Args:
@@ -150,7 +150,7 @@ def outer_scales(x: Tensor, dtype: QuantizedType = INT8) -> tuple[Tensor, Tensor
     """
     size = x.float().abs()
     rows = size.amax(-1, keepdim=True).sqrt().clamp(min=TINY_SCALE)
-    columns = divide((size / rows).amax(-2, keepdim=True), dtype.top).clamp(min=TINY_SCALE)
+    columns = divide((size / rows).amax(-2, keepdim=True), INT8.top).clamp(min=TINY_SCALE)
     return rows, columns
 
 

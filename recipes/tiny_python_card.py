@@ -59,10 +59,10 @@ def windows(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], length: in
 
 
 @torch.no_grad()
-def mean_loss(model: PreTrainedModel, rows: Tensor, batch: int = 16) -> float:
+def mean_loss(model: PreTrainedModel, rows: Tensor) -> float:
     """Mean cross entropy in nats over positions 1.. of every row of ids [n, length]."""
     total = 0.0
-    for part in rows.to(model.device).split(batch):
+    for part in rows.to(model.device).split(16):
         logits = model(part, use_cache=False).logits[:, :-1].float()
         losses = nn.functional.cross_entropy(
             logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"

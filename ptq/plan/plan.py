@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import pandas as pd
 from transformers import PretrainedConfig
 
 from formats.cache_scheme import KVCacheSpec
@@ -148,10 +147,6 @@ class Plan(Strict):
             if name is not None
         }
         return {name: own for name, own in found.items() if own != self.recipe.scheme.kv_cache}
-
-    def to_table(self) -> pd.DataFrame:
-        """One row for each linear layer: name, action, reason, shape, fused_group."""
-        return pd.DataFrame([module.model_dump() for module in self.modules])
 
 
 def plan_recipe(loaded: LoadedRecipe, *, force: bool = False, solves: bool = True) -> Plan:

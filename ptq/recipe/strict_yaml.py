@@ -97,12 +97,8 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return int(text[2:] if base != 10 else text, base)
 
 
-def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    return float(node.value)
-
-
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+_Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(node.value))
 
 
 def parse(text: str, source: str = "") -> Document:

@@ -102,16 +102,24 @@ def test_quantized_families_are_as_on_the_cpu(make_model, make_quantized, kind, 
     is_near(make_quantized(make_model(kind, **FAMILIES[kind]), preset), torch.float16, 0.1)
 
 
-@pytest.mark.parametrize("scheme", ["float", "a8w8c8", "a8w8c8_dynamic", "w4c8", "fp8_c8"])
-def test_graphs_of_a_gemma_give_the_tokens_of_steps_one_by_one(scheme, monkeypatch):
-    """Heads of 256, some layers with a window that the prompts pass."""
+GRAPHED = {  # heads of 256, some layers with a window that the prompts pass; latent attention
+    "gemma-3-4b": {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
+    "deepseek-v2-lite": {"intermediate_size": 2048},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [("gemma-3-4b", s) for s in ("float", "a8w8c8", "a8w8c8_dynamic", "w4c8", "fp8_c8")]
+    + [("deepseek-v2-lite", s) for s in ("float", "a8w8c8", "c8")],
+)
+def test_graphs_give_the_tokens_of_steps_one_by_one(kind, scheme, monkeypatch):
     from inference.backend import choose_backend
     from inference.bench.random_model import RandomCheckpoint, random_tokenizer
     from inference.bench.shapes import SHAPES
 
-    small = {"num_hidden_layers": 2, "vocab_size": 4096, "sliding_window": 128}
-    kinds = ["sliding_attention", "full_attention"]
-    monkeypatch.setitem(SHAPES, "small", SHAPES["gemma-3-4b"] | small | {"layer_types": kinds})
+    small = {"num_hidden_layers": 2, "vocab_size": 4096} | GRAPHED[kind]
+    monkeypatch.setitem(SHAPES, "small", SHAPES[kind] | small)
     params = [
         SamplingParams(max_tokens=9 + i, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
         for i in range(12)

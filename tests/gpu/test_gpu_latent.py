@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.config import EngineConfig
-from inference.engine import Engine
-from inference.requests.request import SamplingParams
 from tests.gpu.test_gpu_families import is_near
 from tests.tiny_families import DEEPSEEK
 
@@ -70,28 +67,3 @@ def test_latents_are_written_as_on_the_cpu():
     for ours, theirs in ((pools[0].k, pools[1].k), (pools[0].v, pools[1].v)):
         assert (ours.cpu().int() - theirs.int()).abs().max() <= 1
         assert (ours.cpu() != theirs).float().mean() < 1e-3
-
-
-@pytest.mark.parametrize("scheme", ["float", "a8w8c8", "c8"])
-def test_graphs_give_the_tokens_of_steps_one_by_one(scheme, monkeypatch):
-    from inference.backend import choose_backend
-    from inference.bench.random_model import RandomCheckpoint, random_tokenizer
-    from inference.bench.shapes import SHAPES
-
-    small = {"num_hidden_layers": 2, "vocab_size": 4096, "intermediate_size": 2048}
-    monkeypatch.setitem(SHAPES, "small", SHAPES["deepseek-v2-lite"] | small)
-    params = [
-        SamplingParams(max_tokens=9 + i, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
-        for i in range(12)
-    ]
-    prompts = [[(7 + i * j) % 4000 for j in range(40 * i + 1)] for i in range(12)]
-    tokens = []
-    for eager in (True, False):
-        checkpoint = RandomCheckpoint("small", scheme, "cuda")
-        sizes = {"max_model_len": 1024, "max_batch_size": 12, "max_batched_tokens": 512}
-        config = EngineConfig(**sizes, prefix_cache=False, eager=eager)
-        backend = choose_backend("cuda", checkpoint)
-        engine = Engine(checkpoint, random_tokenizer(4096), config, backend)
-        tokens.append([out.token_ids for out in engine.generate(prompts, params)])
-        engine.check_integrity()
-    assert tokens[0] == tokens[1]

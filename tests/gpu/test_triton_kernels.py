@@ -19,7 +19,6 @@ if torch.cuda.is_available():
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.attention.prefill import prefill_attention
     from kernels.triton.attention.rope_cache import rope_write
-    from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.linear.w4a16 import pack_w4a16
     from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.linear.w16a16 import DenseWeight
@@ -87,17 +86,6 @@ def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(
                 assert not workspace.arrivals.any()
             got = weight.run(x, None, workspace, torch.float32)
             assert draw.relative(got, wanted) < 1e-4, (rows, outputs)
-
-
-def test_w4a8_integers_are_exact(workspace):
-    q = integers(512, 2048, top=7)
-    q[q == 7] = -8
-    weight = pack_w4a8(q, torch.ones(512, 16, device="cuda"))
-    for rows in (1, 40, 200):
-        x, one = integers(rows, 2048), torch.ones(1, device="cuda")
-        wanted = (x.double() @ q.double().T).float()
-        for tile in (None, Tile(64, 16, 4), Tile(128, 64, 2)):
-            assert torch.equal(weight.run(x, one, workspace, torch.float32, tile=tile), wanted)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 8])

@@ -4,23 +4,13 @@ Half of each head turns, q and k may have norms of their own, the first blocks a
 expert sees every token. The layer that predicts further tokens is that of DeepSeek-V3.
 """
 
-from formats.families.family import Attention, ExpertGroups, Family, GatedMLP, Mixture
-from formats.families.predicting import Predicting
+from formats.families.declared import deepseek_v3
+from formats.families.family import Attention, Family
 
 FAMILY = Family(
     model_types=("glm4_moe",),
     attention=Attention(qk_norm="head", qk_norm_setting="use_qk_norm"),
-    mixture=Mixture(
-        module="mlp",
-        expert=GatedMLP(),
-        count="n_routed_experts",
-        normalized="norm_topk_prob",
-        shared="shared_experts",
-        scores="sigmoid",
-        correction="e_score_correction_bias",
-        groups=ExpertGroups(best=2),
-        factor="routed_scaling_factor",
-    ),
+    mixture=deepseek_v3.FAMILY.mixture,
     partial_rotary=0.5,
-    predicting=Predicting(),
+    predicting=deepseek_v3.FAMILY.predicting,
 )

@@ -22,6 +22,7 @@ from inference.scheduling.batch import Ints, RunningBatch
 
 BREAK = -1  # is no token; ends a reference
 MULTIPLIER, MASK = 0x9E3779B97F4A7C15, (1 << 60) - 1  # of the n-grams' polynomial hash
+LONGEST, SHORTEST = 8, 2  # n-grams that are looked for, in tokens
 NEAR = 16  # tokens after a change among which its end is looked for
 PATIENCE = 8  # tokens after which a change is not expected to end
 SURE = 6  # an n-gram that is shorter does not lead away from a text that is followed past a change
@@ -35,23 +36,17 @@ class NGramProposer(Proposer):
     About 10 us a sequence and step where nothing is found, 40 us for 16 drafts; 0.6 KB of memory
     for each token of a running sequence.
 
-    Args:
-        longest: Longest n-gram that is looked for, in tokens.
-        shortest: Shortest.
-
     Attributes:
         confidence: Of the last drafts, float32 [places, most]: the probability that each is right
             if those before it are; 0 where there is none. By the length of the n-gram, from how
             often drafts after such a one were right lately.
     """
 
-    def __init__(self, longest: int = 8, shortest: int = 2) -> None:
-        assert 1 <= shortest <= longest
-        self.longest, self.shortest = longest, shortest
+    def __init__(self) -> None:
         self.confidence: NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._texts: dict[int, tuple[int, Text]] = {}
-        lengths = np.arange(longest + 1)
-        self._trials = np.full(longest + 1, 4.0)  # what is known before the first: a few drafts,
+        lengths = np.arange(LONGEST + 1)
+        self._trials = np.full(LONGEST + 1, 4.0)  # what is known before the first: a few drafts,
         self._right = self._trials * (1 - 0.5 ** (1 + lengths / 2))  # better the longer they match
 
     @override
@@ -76,19 +71,19 @@ class NGramProposer(Proposer):
         if found is None or found[0] != serial:
             sequence = batch.sequences[place]
             assert sequence is not None
-            text = Text(sequence.reference, self.longest, self.shortest)
+            text = Text(sequence.reference, LONGEST, SHORTEST)
             found = self._texts[place] = serial, text
         return found[1]
 
     def _chance(self, agreed: int) -> float:
         """That a draft is right after so many tokens that agreed."""
-        length = min(agreed, self.longest)
+        length = min(agreed, LONGEST)
         return min(max(float(self._right[length] / self._trials[length]), 0.01), 0.99)
 
     def _judge(self, text: Text) -> None:
         """Count how many of the last drafts were right, and the first that was not."""
         if text.tried:
-            length = min(text.drafted_behind, self.longest)
+            length = min(text.drafted_behind, LONGEST)
             self._trials[length] = FORGET * self._trials[length] + text.tried
             self._right[length] = FORGET * self._right[length] + text.right
 
@@ -98,8 +93,8 @@ class Text:
 
     Args:
         reference: A text that the output may repeat.
-        longest: See `NGramProposer`.
-        shortest: Likewise.
+        longest: Longest n-gram that is looked for, in tokens.
+        shortest: Shortest.
 
     Attributes:
         known: How many tokens of the sequence are here.
