@@ -173,8 +173,10 @@ def choose_backend(
             type of the checkpoint, or bf16.
 
     Raises:
-        EngineError: the device is not one that is run on.
+        EngineError: the device is not one that is run on, or the type no float.
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise EngineError(f"dtype: found {dtype!r}; give a float type, such as torch.float16")
     place = require_device(device)
     if place.type == "cpu":
         return CpuBackend(dtype or torch.float32)

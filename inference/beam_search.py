@@ -64,7 +64,7 @@ class BeamParams(RequestParams):
     max_tokens: int = Field(default=128, ge=1)
     length_penalty: float = Field(default=1.0, ge=-16, le=16)
     early_stopping: bool | Literal["never"] = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=100)
     adapter: str | None = None

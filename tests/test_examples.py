@@ -18,8 +18,11 @@ SAYS = {  # the end of what each prints
 }
 
 
-def test_every_example_is_run():
+def test_every_example_is_run_and_can_be_again():
     assert set(EXAMPLES) == set(SAYS)
+    for path in (ROOT / "examples").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("quantize(") == text.count("force=True"), path  # over what it wrote
 
 
 @pytest.mark.ci  # a minute and a half of quantizing

@@ -101,8 +101,8 @@ class SamplingParams(RequestParams):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = Field(default=(), strict=False)
+    stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=100)

@@ -422,3 +422,9 @@ def test_a_device_that_is_not_here_is_refused_before_the_model_is_looked_at(
 ):
     with pytest.raises(EngineError, match=f"^device: found{words}"):
         Engine.from_pretrained(tmp_path / "nowhere", device=device)
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.int8])
+def test_a_type_that_is_no_float_of_torch_is_refused(tiny_llama, dtype):
+    with pytest.raises(EngineError, match=r"^dtype: found .* such as torch.float16"):
+        Engine.from_pretrained(tiny_llama, dtype=dtype)

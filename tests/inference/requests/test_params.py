@@ -24,6 +24,8 @@ def test_params_are_values():
     assert params.logit_bias == ((3, -2.5), (7, 1.0))
     assert params == other == pickle.loads(pickle.dumps(params))
     assert len({params, other, SamplingParams()}) == 2
+    texts = SamplingParams(stop=["a"], stop_token_ids=[3])
+    assert texts == SamplingParams(stop=("a",), stop_token_ids=(3,))
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,7 @@ def test_params_are_values():
         ("max_tokens", 0, None),
         ("min_tokens", 200, None),
         ("stop", ("",), None),
+        ("stop", "a", "a valid tuple; found 'a'"),
         ("seed", -3, None),
         ("max_token", 3, "unknown parameter; did you mean .max_tokens.. allowed: "),
     ],
