@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from formats.errors import RecipeError, suggestion
 from formats.namespace import ROOT, later
-from formats.scheme import Scheme
+from formats.scheme import PRESETS, Scheme
 from ptq.recipe.draft import Override
 from ptq.recipe.strict_yaml import override_value, parse
 
@@ -52,6 +52,12 @@ def recipe_of(scheme: str) -> str:
         return SCHEMES[name]
     if name in shipped_paths():
         raise RecipeError(f"no scheme {scheme!r}: it is a recipe; give it as such, --recipe {name}")
+    if name in PRESETS:
+        other = "c8" if PRESETS[name].weights is None else "w4_two_sided"
+        raise RecipeError(
+            f"no recipe comes with the scheme {scheme!r}; give it to one whose methods fit: "
+            f"--recipe {other} --set scheme={name}"
+        )
     raise RecipeError(f"no scheme {scheme!r}; {suggestion(name, [*SCHEMES, *OTHER_NAMES])}")
 
 
