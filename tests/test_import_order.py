@@ -106,6 +106,8 @@ FLOORS = {
         completion
         __main__""",
 }
+UNTOLD = "requests scheduling models engine predict chat rows accuracy config".split()
+"""Rooms of `inference` that compare no device with a name."""
 CALIBRATE_MAY_USE = {
     "formats.chat_template",
     "formats.errors",
@@ -192,6 +194,26 @@ def test_calibrate_uses_only_vocabulary_and_numerics():
         assert ours <= CALIBRATE_MAY_USE, f"{path} imports {ours - CALIBRATE_MAY_USE}"
 
 
+def test_what_methods_share_knows_no_method():
+    for path in sources("ptq.methods.common").values():
+        found = {n for n in imported_modules(path) if n.startswith("ptq.methods.")}
+        assert all(n.startswith("ptq.methods.common") for n in found), f"{path}: {found}"
+
+
+def test_quantizing_does_not_import_the_engine():
+    allowed = {"inference.bench.peers.process"}  # what a recipe's peers are
+    for room in ("methods", "recipe", "plan", "pipeline"):
+        for path in sources(f"ptq.{room}").values():
+            engine = {n for n in imported_modules(path) if n.startswith("inference")}
+            assert engine <= allowed, f"{path} imports {engine - allowed}"
+
+
+def test_only_what_is_the_gpus_imports_triton():
+    for name, path in sources("inference").items():
+        found = [n for n in imported_modules(path) if n.startswith(("kernels.triton", "triton"))]
+        assert name.startswith(("inference.gpu", "inference.parallel.gpu")) or not found, path
+
+
 def test_only_families_ask_for_a_model_type():
     """Others read the family's declaration; adapters run in processes that know nothing of ours."""
     for name, path in modules().items():
@@ -204,13 +226,22 @@ def test_only_families_ask_for_a_model_type():
                 assert not asks, f"{path}:{node.lineno}: {ast.unparse(node)}"
 
 
-def test_only_backends_ask_for_a_device():
-    asks = re.compile(r"\.is_cuda|device(\.type)? [!=]= |[!=]= \"(cuda|cpu)\"")
-    rooms = "requests scheduling models engine predict chat rows accuracy config"
-    for room in rooms.split():
-        for path in sources(f"inference/{room}").values():
-            found = asks.search(path.read_text(encoding="utf-8"))
-            assert not found, f"{path} asks for a device: {found}"
+def test_only_backends_ask_which_device_it_is():
+    """A backend of ranks stands over a device's own, and has the GPUs' side beside that of CPUs."""
+    asks = re.compile(r"device [!=]= |[!=]= \"(cuda|cpu)\"")
+    rooms = ("cpu", "gpu", "backend", "parallel.backend", "parallel.gpu")
+    for name, path in sources("inference").items():
+        if name.startswith(tuple(f"inference.{room}" for room in rooms)):
+            continue
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            asked = isinstance(node, ast.Attribute) and (
+                node.attr in ("is_cuda", "is_cpu", "triton")
+                or (node.attr == "type" and "device" in ast.unparse(node.value))
+            )
+            assert not asked, f"{path}:{node.lineno}: {ast.unparse(node)}"
+        untold = name.startswith(tuple(f"inference.{room}" for room in UNTOLD))
+        assert not (untold and asks.search(text)), f"{path} asks for a device"
 
 
 def test_what_runs_in_a_peers_interpreter_imports_nothing_of_ours():

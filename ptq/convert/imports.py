@@ -68,7 +68,13 @@ def import_folder(
         for module in to.layers(source, modules, writer.add, surplus):
             weight, dtype = source.weight(module), source.dtype(f"{module}.weight_scale")
             if weight.order is not None:
-                raise _act_order(source, module)
+                raise CheckpointError(
+                    f"{module}: g_idx is not sorted (act-order): its groups are no neighbouring "
+                    "inputs, which only GPTQ's own layout expresses. Here it runs as it is; "
+                    "elsewhere it must be quantized again: make a float model of it with "
+                    f"{typed('convert', source.path, 'FLOAT', '--to', 'float')}, then "
+                    "`ptq quantize FLOAT --scheme w4`"
+                )
             with named(module):
                 _check_stored(module, weight, layers[module], dtype)
             inputs = f"{module}.input_scale" if layers[module].static_input else None
@@ -78,16 +84,6 @@ def import_folder(
         writer.finish(ScaleTable(entries=tuple(rows)), factors_document(source.path))
     notes = _import_notes(source, quantization)
     return Conversion(modules=len(modules), scale_rounding=0.0, notes=notes)
-
-
-def _act_order(source: Checkpoint, module: str) -> CheckpointError:
-    return CheckpointError(
-        f"{module}: g_idx is not sorted (act-order): its groups are no neighbouring inputs, which "
-        "only GPTQ's own layout expresses. Here it runs as it is; elsewhere it must be quantized "
-        "again: make a float model of it with "
-        f"{typed('convert', source.path, 'FLOAT', '--to', 'float')}, then "
-        "`ptq quantize FLOAT --scheme w4`"
-    )
 
 
 def _check_stored(
