@@ -343,9 +343,8 @@ class Accumulator:
             Those of each sample: fp32 [samples, heads].
         """
         sizes = [x.shape[:2] for x in self._tokens_of]
-        peaks = (
-            torch.cat([x.flatten(0, 1) for x in self._tokens_of]).float().cpu()
-        )  # [tokens, heads]
+        tokens = [x.flatten(0, 1) for x in self._tokens_of]
+        peaks = torch.cat(tokens).float().cpu()  # [tokens, heads]
         parts = peaks.split([samples * length for samples, length in sizes])
         own = [part.unflatten(0, size) for part, size in zip(parts, sizes, strict=True)]
         each = zip(own, self._firsts, strict=True)
