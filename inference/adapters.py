@@ -62,16 +62,16 @@ class Adapters:
             EngineError: none are run with this model, or the device's memory is too small.
         """
         store = self._store()
+        if not (isinstance(name, str) and NAME.fullmatch(name)):
+            raise RequestError(
+                f"adapter: found the name {name!r}; allowed are letters, digits and . _ : / -, at "
+                "most 128, a letter or digit first",
+                "adapter",
+            )
         if name in self._slots:
             raise RequestError(
                 f"adapter: {name!r} is loaded already, from {self._paths[name]}; unload it first, "
                 "or choose another name",
-                "adapter",
-            )
-        if not NAME.fullmatch(name):
-            raise RequestError(
-                f"adapter: found the name {name!r}; allowed are letters, digits and . _ : / -, at "
-                "most 128, a letter or digit first",
                 "adapter",
             )
         folder = adapter_folder(path)

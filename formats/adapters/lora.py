@@ -132,7 +132,12 @@ WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ROTATED = "the method rotation turned its residual stream, and adapters read and write that"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_KINDS = {"lora_embedding": "of an embedding", "lora_magnitude": "of DoRA", ".bias": "a bias"}
+_KINDS = (
+    ("lora_embedding", "of an embedding"),
+    ("lora_magnitude", "of DoRA"),
+    (r"\.bias$", "a bias"),
+    (r"^(?!.*\.lora_).*\.weight$", "a weight of the base itself, saved beside the adapter"),
+)
 log = logging.getLogger("ptq.formats")
 
 
@@ -286,7 +291,7 @@ def _pairs(file: SafetensorsFile, folder: Path) -> list[str]:
     for name in file.tensors:
         match = _NAME.fullmatch(name)
         if match is None:
-            kind = next((f" ({what})" for part, what in _KINDS.items() if part in name), "")
+            kind = next((f" ({what})" for part, what in _KINDS if re.search(part, name)), "")
             raise CheckpointError(
                 f"{folder}: {name}{kind} is not expected; {WEIGHTS} holds "
                 f"base_model.model.X.lora_A.weight and lora_B.weight of linear layers X. {MERGE}"

@@ -8,6 +8,7 @@ LoRA (Hu et al. 2021, arXiv 2106.09685), s = alpha / r, and rsLoRA (Kalajdzievsk
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -129,10 +130,9 @@ def adapter_folder(path: str | Path) -> Path:
     Raises:
         CheckpointError: there is none, it cannot be had, or it is a file.
     """
-    folder = model_folder(path, kind="an adapter")
-    if not folder.is_dir():
+    if os.path.isfile(os.path.expanduser(path)):
         raise CheckpointError(f"{path} is a file; give the folder of an adapter, with {CONFIG}")
-    return folder
+    return model_folder(path, kind="an adapter")
 
 
 def read_settings(folder: Path) -> LoraSettings | PrefixSettings:

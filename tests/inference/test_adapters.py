@@ -3,6 +3,7 @@
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -188,8 +189,10 @@ def test_names_that_are_used_unknown_or_in_use(tiny_llama, adapters):
     engine = engine_of(tiny_llama, {"a": adapters["few"]})
     with pytest.raises(RequestError, match="'a' is loaded already"):
         engine.load_adapter("a", adapters["inputs"])
-    with pytest.raises(RequestError, match="allowed are letters"):
-        engine.load_adapter("a b", adapters["inputs"])
+    wrong: Any
+    for wrong in ("a b", 5, None):
+        with pytest.raises(RequestError, match="allowed are letters"):
+            engine.load_adapter(wrong, adapters["inputs"])
     for refused in (
         lambda: engine.add_request(ids(3), with_adapter("b")),
         lambda: engine.score(ids(3), "b"),

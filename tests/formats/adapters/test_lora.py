@@ -215,6 +215,10 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Any] | dict[str, Any], str]] = {  # 
         put("base_model.model.model.embed_tokens.lora_embedding_A", 4, 384),
         "(of an embedding) is not expected",
     ),
+    "a whole embedding": (
+        put("base_model.model.model.embed_tokens.weight", 384, 128),
+        "embed_tokens.weight (a weight of the base itself, saved beside the adapter) is not",
+    ),
     "DoRA": (put(f"{Q0}.lora_magnitude_vector", 128), "(of DoRA) is not expected"),
     "no target": ({"target_modules": ["k_proj"]}, "is none of target_modules"),
     "rank": ({"r": 8}, "rank 4 in A and 4 in B, and adapter_config.json says 8"),
@@ -298,7 +302,7 @@ def test_pickles_are_refused(adapter, base):
 
 def test_a_folder_that_is_none(adapter, base, tmp_path):
     refused("no such folder; did you mean", read_lora, tmp_path / "adaptor", base)
-    refused("no such folder; give the folder of an adapter", read_lora, adapter / WEIGHTS, base)
+    refused("is a file; give the folder of an adapter", read_lora, adapter / WEIGHTS, base)
     (adapter / WEIGHTS).write_bytes((adapter / WEIGHTS).read_bytes()[:-4])
     refused("not a whole safetensors file", read_lora, adapter, base)
 
