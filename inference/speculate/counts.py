@@ -105,6 +105,6 @@ class DraftCounts:
             return "no drafts were made"
         rates = " ".join(f"{rate:.0%}" for rate in self.rates[:SHOWN])
         return (
-            f"{self.tokens_per_step:.2f} tokens a step with drafts ({self.steps} of a sequence); "
+            f"{self.tokens_per_step:.2f} tokens a step with drafts (drafted {self.steps} times); "
             f"accepted drafts by position: {rates}"
         )

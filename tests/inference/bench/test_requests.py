@@ -146,7 +146,8 @@ def test_the_command_tells_drafts_with_each_load(tiny_llama, tmp_path, capsys, r
         assert 1 <= len(found["proposed"]) == len(found["accepted"]) <= 3
         assert all(a <= p for a, p in zip(found["accepted"], found["proposed"], strict=True))
         assert found["tokens_per_step"] == 1 + sum(found["accepted"]) / found["steps"]
-        assert f"{found['tokens_per_step']:.2f} tokens a step" in line
+        assert f"{found['tokens_per_step']:.2f} tokens a step with drafts" in line
+        assert f"(drafted {found['steps']} times)" in line
     told = "faked" if words[0] == "--acceptance" else "drafts by ngram, depth 3"
     assert sum(told in note for note in data["notes"]) == 1
 
