@@ -433,7 +433,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 def test_runs_of_one_model_compare(made, tmp_path, capsys):
     outputs = [tmp_path / name for name in ("first", "second", "third")]
-    for output, kl in zip(outputs, (0.5, 0.25, 0.75), strict=True):
+    for output, kl in zip(outputs, (0.000124, 0.0000815, 0.75), strict=True):
         (output / "report").mkdir(parents=True)
         data = json.loads((made.folder / "report.json").read_text())
         data["accuracy"]["kl_mean"] = kl
@@ -447,7 +447,7 @@ def test_runs_of_one_model_compare(made, tmp_path, capsys):
     rows = [line.split(" | ") for line in printed.splitlines()[2:]]
     assert [row[0] for row in rows] == ["| `second`", "| `first`"]
     assert rows[0][1:3] == ["a8w8c8", "smoothquant, rtn"]
-    assert [row[6] for row in rows] == ["0.2500", "0.5000"]
+    assert [row[6] for row in rows] == ["8.15e-05", "0.000124"], "small losses are told apart"
     assert all(row[8].startswith("x ") for row in rows)
     svg = (tmp_path / "p.svg").read_text()
     assert svg.count("<!-- first -->") == svg.count("<!-- second -->") == 1
