@@ -51,21 +51,21 @@ def verdict_of(data: ReportData) -> Verdict:
     doubts = tuple(_doubts(data, unsure))
     if not data.checks:
         headline = (
-            f"No verdict: the recipe sets no thresholds, and what {data.scheme} loses by these "
+            f"No verdict: the recipe sets no thresholds, and what `{data.scheme}` loses by these "
             "methods was not measured on other models."
         )
         return Verdict("grey", "open", headline, margins, doubts)
     if data.failures:
         missed = f"{len(data.failures)} of {len(data.checks)} thresholds missed"
         if data.known is not None:
-            missed = f"it loses more than `{data.known.recipe}` is known to lose"
+            missed = f"it loses more than is expected of `{data.known.recipe}`"
         return Verdict("red", "failed", f"Red: {missed}.", margins, doubts)
     all_hold = "every threshold holds" if len(data.checks) > 1 else "the threshold holds"
     if data.known is not None:
-        all_hold = f"it loses no more than `{data.known.recipe}` is known to lose"
+        all_hold = f"it loses no more than is expected of `{data.known.recipe}`"
     if unsure:
         if data.known is not None and any(map(_beyond, data.checks)):
-            all_hold = f"it loses more than `{data.known.recipe}` is known to lose"
+            all_hold = f"it loses more than is expected of `{data.known.recipe}`"
         headline = f"Amber: {all_hold}, but by less than the measurement can tell."
         return Verdict("amber", "passed", headline, margins, doubts)
     return Verdict("green", "passed", f"Green: {all_hold}.", margins, doubts)

@@ -68,7 +68,7 @@ def test_a_run_is_red_where_it_surely_loses_more_than_is_known(made, kl, ends, l
     verdict = verdict_of(data)
     assert verdict.light == light
     assert data.passed == (light != "red")
-    assert f"loses {'no ' * (kl <= 0.04)}more than `a8w8c8` is known to lose" in verdict.headline
+    assert f"loses {'no ' * (kl <= 0.04)}more than is expected of `a8w8c8`" in verdict.headline
     told = "MISSED" if light == "red" else "holds" if kl <= 0.04 else "unsure"
     assert check_rows(data).rows[0][-1] == told
     (margin,) = verdict.margins
@@ -104,7 +104,7 @@ def test_a_report_without_thresholds_says_what_is_known(made, folder, monkeypatc
     unknown = report(recipe.methods[:1])
     assert (unknown.known, unknown.checks, unknown.passed) == (None, (), True)
     assert verdict_of(unknown).light == "grey"
-    told = f"what {unknown.scheme} loses by these methods was not measured on other models"
+    told = f"what `{unknown.scheme}` loses by these methods was not measured on other models"
     assert told in verdict_of(unknown).headline
 
 
