@@ -63,6 +63,11 @@ class CalibrationSummary(Strict):
     notes: tuple[str, ...] = ()
     warning: str = ""
 
+    @property
+    def kind_name(self) -> str:
+        """The kind for a reader: what is no chat may be prose, or code."""
+        return "chat" if self.kind == "chat" else "plain text"
+
     @classmethod
     def of(cls, tokens: TokenSet) -> CalibrationSummary:
         """The record of a token set."""

@@ -163,7 +163,10 @@ def _doubts(data: ReportData, unsure: list[Check]) -> Iterator[str]:
 
 def _other_kind(also: AlsoMeasured, data: ReportData) -> Iterator[str]:
     """That one kind of text loses far more than the other."""
-    figures = {data.evaluation.kind: data.accuracy.kl_mean, also.text.kind: also.accuracy.kl_mean}
+    figures = {
+        data.evaluation.kind_name: data.accuracy.kl_mean,
+        also.text.kind_name: also.accuracy.kl_mean,
+    }
     (worse, most), (better, least) = sorted(figures.items(), key=lambda row: -row[1])
     if len(figures) > 1 and most > UNEVEN * least:
         yield (
@@ -222,7 +225,7 @@ def summary_rows(data: ReportData) -> list[Cells]:
 def other_texts(data: ReportData) -> list[tuple[str, Accuracy]]:
     """What was measured beside the evaluation's windows, by what it is: text of another kind, and
     what stands further in a text, if there are."""
-    found = [] if data.also is None else [(data.also.text.kind, data.also.accuracy)]
+    found = [] if data.also is None else [(data.also.text.kind_name, data.also.accuracy)]
     return found if data.further is None else [*found, (_further_name(data), data.further)]
 
 

@@ -95,7 +95,7 @@ def divergence_section(data: ReportData) -> Section:
                 interval_text(b.kl_mean_ci, 3, "g"),
                 percent(b.top1_agreement),
             )
-            for kind, b in ((data.evaluation.kind, a), *other_texts(data))
+            for kind, b in ((data.evaluation.kind_name, a), *other_texts(data))
         ],
     )
     shown = "KL divergence: percentiles, mean by position, and top-1 agreement by position"

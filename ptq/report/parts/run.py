@@ -28,7 +28,7 @@ def run_section(data: ReportData) -> Section:
     texts = Table(
         ("split", "kind", "sequences", "tokens", "fingerprint"),
         [
-            (t.split, t.kind, f"{t.sequences:,}", f"{t.tokens:,}", t.fingerprint[:16])
+            (t.split, t.kind_name, f"{t.sequences:,}", f"{t.tokens:,}", t.fingerprint[:16])
             for t in _texts(data)
         ],
     )

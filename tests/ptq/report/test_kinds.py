@@ -48,6 +48,8 @@ def test_the_report_measures_the_text_in_the_template_too(ran):
     page = render_markdown(ran)
     assert "mean KL, chat" in page
     assert "| chat | " in page
+    assert "| plain text | " in page
+    assert "prose" not in page.lower(), "it may be code"
 
 
 def test_the_report_keeps_that_the_data_are_no_chats(ran):
@@ -60,7 +62,7 @@ def test_that_one_kind_loses_far_more_is_a_doubt(ran):
     assert ran.also is not None
     more = ran.also.accuracy.model_copy(update={"kl_mean": 2 * ran.accuracy.kl_mean})
     worse = ran.model_copy(update={"also": ran.also.model_copy(update={"accuracy": more})})
-    assert any("chat loses 2.0 times what prose does" in d for d in verdict_of(worse).doubts)
+    assert any("chat loses 2.0 times what plain text does" in d for d in verdict_of(worse).doubts)
     same = ran.also.model_copy(update={"accuracy": ran.accuracy})
     even = ran.model_copy(update={"also": same})
     assert not any("times what" in doubt for doubt in verdict_of(even).doubts)
