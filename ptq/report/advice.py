@@ -80,7 +80,7 @@ def advise(data: ReportData, *, save: bool) -> Advice:
         if found is not None:
             reason = f"on {found.title} it lost {found.kl:.3g}"
             if own is not None:
-                reason += f", where this one lost {own.kl:.3g}"
+                reason += f", where `{own.recipe}` lost {own.kl:.3g}"
             reason += _kept(own_bits(data), recipe_bits(found.recipe, most_inputs(data)))
             return Advice(found.recipe, reason, _command(data, found.recipe))
     return Advice("", "nothing that was measured saves more" if save else _in_float(data), "")

@@ -75,7 +75,7 @@ def in_a_line(data: ReportData) -> str:
     shares = shares_of(data)
     if len(shares) > 1:
         kind, share = next(iter(shares.items()))
-        parts.append(f"{kind}: {share:.0%} of the loss.")
+        parts.append(f"{share:.0%} of the loss comes from {kind}.")
     parts += [f"{label}: {a.recipe}." for label, a in answers(data) if a.recipe]
     return " ".join(parts)
 

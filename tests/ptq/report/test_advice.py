@@ -74,8 +74,8 @@ def test_what_is_advised_lost_less_or_was_smaller_when_it_was_measured(made, nam
 @pytest.mark.parametrize(
     ("name", "shares", "recipe", "reason"),
     [
-        ("a8w8c8_unsmoothed", {}, "a8w8c8", "it lost 0.00234, where this one lost"),
-        ("a8w8c8_static", {"down": 0.7, "o": 0.3}, "a8w8c8", "where this one lost 0.0062"),
+        ("a8w8c8_unsmoothed", {}, "a8w8c8", "it lost 0.00234, where `a8w8c8_unsmoothed` lost"),
+        ("a8w8c8_static", {"down": 0.7, "o": 0.3}, "a8w8c8", "where `a8w8c8_static` lost 0.0062"),
         (
             "a8w8c8_static",
             {"down": 0.1, "cache": 0.9},
@@ -83,7 +83,7 @@ def test_what_is_advised_lost_less_or_was_smaller_when_it_was_measured(made, nam
             "a cache of 16 bits in place of 8",
         ),
         ("c4", {}, "k8v4", "a cache of 6 bits in place of 4"),
-        ("w4_rtn", {}, "w4_two_sided", "it lost 0.0344, where this one lost 0.124"),
+        ("w4_rtn", {}, "w4_two_sided", "it lost 0.0344, where `w4_rtn` lost 0.124"),
         ("a8w4", {}, "w4_two_sided", "inputs of layers in float"),
         ("w4_best", {}, "w8_rtn", "weights of 8 bits in place of 4.125"),
     ],
@@ -115,7 +115,7 @@ def test_groups_that_a_recipe_leaves_open_are_those_that_fit_the_model(made):
     more = advise(data.model_copy(update={"quantization": found, **own}), save=True)
     assert "a cache of 8 bits in place of 16" in more.reason
     assert "weights of" not in more.reason, "128 does not divide 576: every recipe takes 64"
-    assert f"where this one lost {tiny()['w4_gptq'].kl:.3g}" in more.reason, "by groups of 128"
+    assert f"where `w4_gptq` lost {tiny()['w4_gptq'].kl:.3g}" in more.reason, "by groups of 128"
 
 
 def test_without_a_better_recipe_the_weakest_layers_stay_in_float(made):
@@ -153,7 +153,7 @@ def test_the_top_answers_what_now(made):
         line = in_a_line(data)
         assert line.startswith(f"{light.capitalize()}: ")
         assert f"{first}: {advise(data, save=False).recipe}." in line
-        assert f"{next(iter(shares_of(data)))}: " in line
+        assert f"% of the loss comes from {next(iter(shares_of(data)))}." in line
         assert "\n" not in line
         command = advise(data, save=False).command
         assert change_first(data) == (command if light == "red" else "")
