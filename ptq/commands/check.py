@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = preflight.read_data(plan.recipe)
     print("\n".join(describe.describe_plan(plan, data)))
     if not arguments.no_time:
-        print(f"timing the first of {len(plan.blocks)} blocks (--no-time: not)", file=sys.stderr)
+        print(
+            f"timing the first of {len(plan.blocks)} blocks (--no-time skips it)", file=sys.stderr
+        )
         print(describe.describe_seconds(timing.predict_seconds(plan, data["calibration"])))
     return 0

@@ -40,7 +40,7 @@ def test_check_tells_the_time_unless_it_is_not_to(tiny_llama, tmp_path, capsys):
     recipe.write_text(resolved_yaml(plan.recipe.model_copy(update={"dataset": dataset})))
     assert check.main([str(recipe)]) == 0
     found = capsys.readouterr()
-    assert "timing the first of 2 blocks (--no-time: not)" in found.err
+    assert "timing the first of 2 blocks (--no-time skips it)" in found.err
     assert "\ntime         about " in found.out
     assert check.main([str(recipe), "--no-time"]) == 0
     again = capsys.readouterr()
