@@ -82,6 +82,11 @@ class Known(Strict):
         return self.original_bits <= 4 and re.search("w4|fp4", self.scheme) is not None
 
     @property
+    def ordered(self) -> bool:
+        """Whether a budget chose the bits: the loss is what was ordered, not a scheme's cost."""
+        return self.recipe == "budget"
+
+    @property
     def title(self) -> str:
         """The model, for a reader."""
         return f"{self.model} ({self.parameters / 1e6:,.0f} M parameters; {self.text})"
@@ -122,7 +127,7 @@ def nearest(
     same = [
         row
         for row in (known_figures() if rows is None else rows)
-        if (row.scheme, row.methods) == (scheme, methods) and not row.flattered
+        if (row.scheme, row.methods) == (scheme, methods) and not (row.flattered or row.ordered)
     ]
     return min(same, key=lambda row: row.distance(model), default=None)
 

@@ -127,6 +127,12 @@ def test_four_bits_of_what_had_four_bits_tell_nothing_of_others(made):
     assert not row(scheme="w4").flattered
 
 
+def test_what_a_budget_ordered_is_no_limit_for_another_budget(made):
+    ordered = row(recipe="budget", scheme="w8, mixed", methods="two_sided")
+    assert nearest("w8, mixed", "two_sided", made.data.model, [ordered]) is None
+    assert nearest("w8, mixed", "two_sided", made.data.model) is None
+
+
 def test_the_table_is_read_as_it_was_written(tmp_path, monkeypatch):
     monkeypatch.setattr("ptq.report.known.TABLE", tmp_path / "t.csv")
     rows = (row(kl=0.01, weights=0.5), row(model="two", parameters=10**9, kl_low=0.01))
