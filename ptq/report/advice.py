@@ -13,7 +13,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -88,7 +88,8 @@ def advise(data: ReportData, *, save: bool) -> Advice:
 
 def _models(data: ReportData) -> Iterator[list[Known]]:
     """What was measured on each model, the nearest one first."""
-    rows = [row for row in known_figures() if row.recipe in shipped_paths() and not row.flattered]
+    known = [row for row in known_figures() if not (row.flattered or row.ordered)]
+    rows = [row for row in known if row.recipe in shipped_paths()]
     ranked = sorted(rows, key=lambda row: (row.distance(data.model), row.model))
     for name in dict.fromkeys(row.model for row in ranked):
         yield [row for row in ranked if row.model == name]
@@ -161,7 +162,7 @@ def _quickest(rows: Sequence[Known]) -> Known:
 def _kept(mine: Bits, other: Bits) -> str:
     """How another recipe's bits differ."""
     what = [
-        f"{name} of {theirs:g} bits in place of {own:g}"
+        f"{name} of {theirs:.4g} bits in place of {own:.4g}"
         for name, own, theirs in (
             ("weights", mine.weights, other.weights),
             ("a cache", mine.cache, other.cache),
@@ -174,9 +175,23 @@ def _kept(mine: Bits, other: Bits) -> str:
 
 
 def own_bits(data: ReportData) -> Bits:
-    """What a run's scheme stores."""
-    scheme = Scheme.model_validate_json(json.dumps(recipe_values(data.recipe)["scheme"]))
-    return bits_of(scheme.fitted(most_inputs(data)))
+    """What a run's scheme stores; where layers have weights of other bits, of these the mean."""
+    values = recipe_values(data.recipe)
+
+    def bits(own: dict[str, Any], inputs: int) -> Bits:
+        scheme = Scheme.model_validate_json(json.dumps(values["scheme"] | own))
+        return bits_of(scheme.fitted(inputs))
+
+    whole, total = bits({}, most_inputs(data)), Counter[float]()
+    for row in data.quantization.modules:
+        later_first = reversed(values.get("layers", ()))
+        matching = (e for e in later_first if is_ignored(row.module, e["match"]))
+        own = next(matching, {"scheme": {}})["scheme"]
+        total[bits(own, row.shape[1]).weights] += math.prod(row.shape)
+    if all(int(each) == int(whole.weights) for each in total):
+        return whole
+    mean = sum(each * count for each, count in total.items()) / total.total()
+    return replace(whole, weights=mean)
 
 
 def most_inputs(data: ReportData) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from pathlib import Path
@@ -12,7 +13,7 @@ from formats.families.registry import find_family
 from ptq.recipe.own_model import shipped_paths
 from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
 from ptq.report import advice
-from ptq.report.advice import advise, recipe_bits, shares_of, weakest
+from ptq.report.advice import advise, own_bits, recipe_bits, shares_of, weakest
 from ptq.report.attribution import Attribution, Part
 from ptq.report.data import ReportData
 from ptq.report.known import Known, known_figures
@@ -116,6 +117,18 @@ def test_groups_that_a_recipe_leaves_open_are_those_that_fit_the_model(made):
     assert "a cache of 8 bits in place of 16" in more.reason
     assert "weights of" not in more.reason, "128 does not divide 576: every recipe takes 64"
     assert f"where `w4_gptq` lost {tiny()['w4_gptq'].kl:.3g}" in more.reason, "by groups of 128"
+
+
+def test_bits_are_the_mean_of_layers_that_have_their_own(made):
+    settings = ["layers=[{match: ['re:.*mlp.*'], scheme: w4}]"]
+    mixed = resolved_yaml(read_recipe(shipped_paths()["w8_rtn"], settings).recipe)
+    data = made.data.model_copy(update={"recipe": mixed, "scheme": "w8, mixed"})
+    sizes = [(math.prod(r.shape), "mlp" in r.module) for r in made.data.quantization.modules]
+    low = sum(size for size, small in sizes if small) / sum(size for size, _ in sizes)
+    assert 4 < own_bits(data).weights < 8
+    assert own_bits(data).weights == pytest.approx(8 - (8 - 4.125) * low, abs=0.2)
+    found = advise(data, save=True).recipe
+    assert recipe_bits(found).weights < own_bits(data).weights, "int8 alone would be larger"
 
 
 def test_without_a_better_recipe_the_weakest_layers_stay_in_float(made):
