@@ -29,7 +29,7 @@ run again. The mean KL divergence between the two is the cost, in the same nats 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -170,6 +170,7 @@ class Costs(Strict):
         rounding: The method that rounded weights.
         schemes: Candidates by their short names.
         fixed_bytes: Of the weight files, without the groups: what stays as it is.
+        headers: That the headers of these files take at most, beside all tensors.
         head: Full name of the head, if it is one of them.
     """
 
@@ -177,6 +178,7 @@ class Costs(Strict):
     rounding: str
     schemes: dict[str, LayerScheme]
     fixed_bytes: int
+    headers: int = 0
     groups: tuple[GroupCosts, ...]
     head: str | None = None
 
@@ -267,9 +269,18 @@ def gather(
         schemes=heads
         | {name: s for name, s in zip(names, spec.schemes, strict=True) if name in fitting},
         fixed_bytes=predict_checkpoint(model, {}, caches) - alone,
+        headers=_headers(model, quantized),
         head=None if head is None else head.label,
         groups=groups if head is None else (*groups, head),
     )
+
+
+def _headers(model: FloatModel, quantized: Collection[str]) -> int:
+    """Bytes that the headers of the weight files take at most: an entry for each tensor, and of a
+    quantized layer two more, its scales and its shape.
+    """
+    names = [*model.names(), *(f"{name}.weight_packed" for name in quantized for _ in range(2))]
+    return sum(len(name) + ENTRY for name in names)
 
 
 def _group(
@@ -308,6 +319,7 @@ def _group(
 
 
 SAMPLES = 8  # calibration sequences that are compared
+ENTRY = 90  # bytes of a tensor in the header of its file, most of them, without its name
 ROWS = 256  # tokens whose logits are compared at once
 
 

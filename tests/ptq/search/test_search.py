@@ -81,6 +81,20 @@ def test_another_budget_takes_the_costs_that_are_there(desk, monkeypatch, capsys
     assert 8 * (trial["nbytes"] - costs.fixed_bytes - head) <= 6 * costs.elements
 
 
+def test_the_weight_file_takes_no_more_bytes_than_ordered(desk):
+    size = (desk / "out" / "checkpoint" / "model.safetensors").stat().st_size - 1
+    words = [
+        "run",
+        str(desk / "r.yaml"),
+        "--set",
+        f"budget={{bytes: {size}}}",
+        "--force",
+        "--quiet",
+    ]
+    assert cli.main(words) == 0
+    assert record(desk)["sizes"]["quantized_weights"] <= size
+
+
 @pytest.mark.parametrize("limit", ["bytes: 10kB", "bits: 3.9"])
 def test_a_size_that_no_choice_has_is_refused_before_a_sample_runs(
     limit, desk, tmp_path, monkeypatch, capsys
