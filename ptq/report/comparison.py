@@ -152,7 +152,7 @@ def markdown(frame: pd.DataFrame) -> str:
             weights,
             cache,
             f"x {row['perplexity']:.4f}",
-            f"{row['kl']:.3g}",
+            f"{row['kl']:#.3g}",
             top1,
             *speeds,
             seconds,
