@@ -35,8 +35,7 @@ ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
-OTHER_TOOLS = ("human", "gpt", "chatgpt", "bing", "bard")  # of these, no role that templates know
-
+FOREIGN_ROLES = ("human", "gpt", "chatgpt", "bing", "bard")  # of ROLES, unknown to templates
 
 GENERATION = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")  # a mark of transformers' own
 
@@ -86,7 +85,7 @@ def _read_message(message: Any, place: int) -> dict[str, Any]:
     if isinstance(message, Mapping):
         if isinstance(message.get("role"), str) and {"content", "tool_calls"} & message.keys():
             role = message["role"]
-            return {**message, "role": ROLES[role] if role in OTHER_TOOLS else role}
+            return {**message, "role": ROLES[role] if role in FOREIGN_ROLES else role}
         speaker, text = message.get("from"), message.get("value")
         if isinstance(speaker, str) and isinstance(text, str):
             if speaker in ROLES:

@@ -60,13 +60,13 @@ from kernels.attention_inputs import KV_BLOCK, KVPool
 
 P = ParamSpec("P")
 T = TypeVar("T")
-OWNERS: set[int] = set()  # processes that have made an engine, of which a fork knows
+ENGINE_PROCESSES: set[int] = set()  # ids of those that have made one; a fork inherits them
 
 
 def _refuse_fork() -> None:
     """Raise EngineError in a fork of a process with an engine: kernels would wait there for threads
     that it has not got, for ever."""
-    if OWNERS and os.getpid() not in OWNERS and torch.get_num_threads() > 1:
+    if ENGINE_PROCESSES and os.getpid() not in ENGINE_PROCESSES and torch.get_num_threads() > 1:
         raise EngineError(
             "this process is a fork of one that has made an engine, whose threads it has not got. "
             "Start it by multiprocessing.get_context('spawn'), or call torch.set_num_threads(1)"
@@ -123,7 +123,7 @@ class Engine:
         quantized_kv: bool = True,
     ) -> None:
         _refuse_fork()
-        OWNERS.add(os.getpid())
+        ENGINE_PROCESSES.add(os.getpid())
         self.checkpoint, self.tokenizer, self.backend = checkpoint, tokenizer, backend
         if config.speculate is not None:
             require_method(config.speculate.method, networks=backend.runs_drafters)

@@ -107,6 +107,11 @@ def is_ignored(module: str, ignore: Sequence[str]) -> bool:
     return False
 
 
+def last_match(module: str, lists: Iterable[Sequence[str]]) -> int | None:
+    """Index of the last of several such lists that names a module; None where none does."""
+    return max((i for i, own in enumerate(lists) if is_ignored(module, own)), default=None)
+
+
 def _starred(module: str) -> str:
     return any_expert(f".{module}.").strip(".")
 

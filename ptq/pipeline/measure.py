@@ -33,10 +33,7 @@ Powers = Tensor  # fp64 [2], of a signal and of its error, where they were compu
 
 
 class LayerPowers(NamedTuple):
-    """Powers of what a layer has and of its errors: of its weight, inputs and outputs.
-
-    Nothing waits for the device before they are asked for.
-    """
+    """Powers of what a layer has and of its errors: of its weight, inputs and outputs."""
 
     weight: list[Powers]
     input: list[Powers]

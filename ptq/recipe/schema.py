@@ -48,7 +48,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from calibrate.spec import DatasetSpec, ObserverSpec
 from formats.cache_scheme import KVCacheSpec
-from formats.checkpoint.targets import is_ignored
+from formats.checkpoint.targets import last_match
 from formats.families.names import is_weight_only
 from formats.gguf.locate import locate_model
 from formats.hub import find_model
@@ -475,8 +475,7 @@ class Recipe(Strict):
 
     def entry_of(self, name: str) -> int | None:
         """Index of the entry of `layers` that decides on a linear layer, if one does."""
-        matching = (i for i, entry in enumerate(self.layers) if is_ignored(name, entry.match))
-        return max(matching, default=None)
+        return last_match(name, (entry.match for entry in self.layers))
 
     @property
     def without_gpu(self) -> bool:
@@ -507,8 +506,8 @@ class Recipe(Strict):
 
     def cache_of(self, block: str) -> KVCacheSpec | None:
         """What `caches` and `scheme` want of the cache of a block, by its full name."""
-        matching = [entry for entry in self.caches if is_ignored(block, entry.match)]
-        return matching[-1].kv_cache if matching else self.scheme.kv_cache
+        entry = last_match(block, (entry.match for entry in self.caches))
+        return self.scheme.kv_cache if entry is None else self.caches[entry].kv_cache
 
     @field_validator("methods")
     @classmethod

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from calibrate.spec import DatasetSpec
-from formats.checkpoint.targets import is_ignored
+from formats.checkpoint.targets import is_ignored, last_match
 from formats.families.registry import find_family
 from formats.namespace import ROOT
 from formats.scheme import SUPER_BLOCK, Scheme
@@ -177,6 +177,7 @@ def _kept(mine: Bits, other: Bits) -> str:
 def own_bits(data: ReportData) -> Bits:
     """What a run's scheme stores; where layers have weights of other bits, of these the mean."""
     values = recipe_values(data.recipe)
+    layers = values.get("layers", ())
 
     def bits(own: dict[str, Any], inputs: int) -> Bits:
         scheme = Scheme.model_validate_json(json.dumps(values["scheme"] | own))
@@ -184,9 +185,8 @@ def own_bits(data: ReportData) -> Bits:
 
     whole, total = bits({}, most_inputs(data)), Counter[float]()
     for row in data.quantization.modules:
-        later_first = reversed(values.get("layers", ()))
-        matching = (e for e in later_first if is_ignored(row.module, e["match"]))
-        own = next(matching, {"scheme": {}})["scheme"]
+        entry = last_match(row.module, (e["match"] for e in layers))
+        own = {} if entry is None else layers[entry]["scheme"]
         total[bits(own, row.shape[1]).weights] += math.prod(row.shape)
     if all(int(each) == int(whole.weights) for each in total):
         return whole
