@@ -6,7 +6,8 @@ quantized, the kernel before a linear layer ends in that (but o's, if scaled by 
 What a family norms before it is added is normed by the kernel that adds it; norms of q and k over
 all of their heads are a launch of their own, as is a bound of the logits. Latent attention has
 launches of its own (`attend_latents`). A mixture of experts has routing and a sum beside
-(`inference.gpu.feed_forward`).
+(`inference.gpu.feed_forward`). Where `inference.gpu.fused` takes a block, all from its o to the
+next block's q/k/v is one launch.
 Nothing is allocated but outputs and nothing waits for the device, so that a step can be captured as
 a CUDA graph. On Hopper a kernel's programs start before the kernel ahead has ended
 (`kernels.triton.common.overlap`): what says where tokens stand (`metadata_ready`) is read, and
@@ -25,6 +26,7 @@ from torch import Tensor
 from formats.families.family import LatentAttention
 from inference.gpu.adapters import BlockAdapters, GpuAdapters, run_adapted
 from inference.gpu.feed_forward import GpuExperts, feed_forward, inputs_of
+from inference.gpu.fused import FusedLayers
 from inference.gpu.layers import GpuLinear, as_wanted, workspace_on
 from inference.gpu.ranks import Partial
 from inference.models.config import ModelConfig
@@ -67,6 +69,7 @@ class GpuBatch:
         adapters: int32 [T], slot of each token's adapter, -1 for none; None where none has one.
         loras: Holds them.
         pieces: Its tokens as modules that keep a state take them; none where no module does.
+        fused: Runs what stands between two attentions in one kernel; None to run it by several.
     """
 
     ids: Tensor
@@ -83,6 +86,7 @@ class GpuBatch:
     adapters: Tensor | None = None
     loras: GpuAdapters | None = None
     pieces: Sequence[Piece] = ()
+    fused: FusedLayers | None = None
 
     def adapted(self, block: int) -> BlockAdapters | None:
         """The adapters of a block, if any token has one."""
@@ -125,16 +129,22 @@ def run_blocks(
     after = None  # and the norm of that
     taps = batch.reads.blocks if batch.reads is not None else ()
     hidden: dict[int, Tensor] = {}  # by block, what it reads
+    fused, qkv = batch.fused, None  # of the block, where the kernel ahead has computed them
     for i, (layer, pool, window) in enumerate(zip(model.layers, pools, c.windows, strict=True)):
         project, own = layer.qkv, layer.feed_forward
-        before = layer.before_attention
-        rows, scales, total = _norm(total, delta, after, before, c.eps, project.rows, sinks)
+        loras = batch.adapted(i)
+        if qkv is None:
+            before = layer.before_attention
+            rows, scales, total = _norm(total, delta, after, before, c.eps, project.rows, sinks)
+            qkv = run_adapted(project, "qkv", rows, scales, model.dtype, loras)
         if i in taps:
             hidden[i] = total
-        loras = batch.adapted(i)
-        qkv = run_adapted(project, "qkv", rows, scales, model.dtype, loras)
-        growth = model.query_growth
-        delta = _attend(c, growth, model.dtype, layer, qkv, batch, pool, window, sinks, loras)
+        rows, scales = _attend(c, model.query_growth, layer, qkv, batch, pool, window, sinks)
+        if fused is not None and fused.takes(i, rows, loras):
+            total, qkv = fused.run(i, rows, total, c.eps)
+            delta = after = None
+            continue
+        qkv, delta = None, run_adapted(layer.o, "o", rows, scales, model.dtype, loras)
         after = layer.after_attention
         before, wanted = layer.before_feed_forward, inputs_of(own, model.dtype)
         rows, scales, total = _norm(total, delta, after, before, c.eps, wanted, sinks)
@@ -219,7 +229,8 @@ def run_block(
         window: Positions that a query sees, or None for all.
     """
     qkv, own = layer.qkv(read, dtype=dtype), layer.feed_forward
-    delta = _attend(config, None, dtype, layer, qkv, batch, pool, window)
+    rows, scales = _attend(config, None, layer, qkv, batch, pool, window)
+    delta = layer.o.run(rows, scales, dtype)
     before, wanted = layer.before_feed_forward, inputs_of(own, dtype)
     rows, scales, total = _norm(x, delta, layer.after_attention, before, config.eps, wanted)
     delta = feed_forward(own, rows, scales, dtype, batch.padded)
@@ -230,16 +241,14 @@ def run_block(
 def _attend(
     c: ModelConfig,
     growth: Tensor | None,
-    dtype: torch.dtype,
     layer: Layer[GpuLinear, GpuExperts],
     qkv: Tensor,
     batch: GpuBatch,
     pool: KVPool,
     window: int | None,
     sinks: Tensor | None = None,
-    loras: BlockAdapters | None = None,
-) -> Tensor | Partial:
-    """Attention and the o layer: [T, (Hq + 2 Hkv) D] to [T, H], or a rank's part of that."""
+) -> tuple[Tensor, Tensor | None]:
+    """Attention: [T, (Hq + 2 Hkv) D] to rows as the o layer wants them, and their scales."""
     q_norm, k_norm = layer.q_norm, layer.k_norm
     inputs = AttentionInputs(
         pool,
@@ -254,7 +263,7 @@ def _attend(
     if layer.latent is not None:
         turn, places = (layer.cos, layer.sin), (batch.positions, batch.slots)
         heads = attend_latents(c, layer.latent, qkv, turn, places, inputs, batch.decodes, sinks)
-        return layer.o(heads, sinks)
+        return as_wanted(heads, layer.o.rows, sinks)
     if c.qk_norm == "projection" and q_norm is not None and k_norm is not None:
         qkv, q_norm, k_norm = norm_projections(qkv, q_norm, k_norm, c.eps), None, None
     heads = qkv.unflatten(1, (-1, c.head_dim))
@@ -263,8 +272,7 @@ def _attend(
         q, k, v, layer.cos, layer.sin, pool, batch.slots, batch.positions, q_norm=q_norm,
         k_norm=k_norm, eps=c.eps, growth=growth, metadata_ready=True,
     )  # fmt: skip
-    output = layer.o
-    wanted = output.rows
+    wanted = layer.o.rows
     fused: dict[str, Any] = {}
     one_scale = wanted.scale is not None and wanted.scales_of(sinks)[1] is None
     whole = wanted.length is None  # attention fills nothing up
@@ -277,8 +285,7 @@ def _attend(
         y = decode_attention(q, inputs, workspace, metadata_ready=True, **fused)
     else:
         y = prefill_attention(q, inputs, workspace, batch.decodes, **fused)
-    rows, scales = (y.flatten(1), wanted.scale) if fused else as_wanted(y.flatten(1), wanted, sinks)
-    return run_adapted(output, "o", rows, scales, dtype, loras)
+    return (y.flatten(1), wanted.scale) if fused else as_wanted(y.flatten(1), wanted, sinks)
 
 
 def attend_latents(

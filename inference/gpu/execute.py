@@ -25,6 +25,7 @@ from inference.gpu.decoder import (
 )
 from inference.gpu.edit_tables import EditTables
 from inference.gpu.fields import Fields, HostBlock
+from inference.gpu.fused import FusedLayers
 from inference.gpu.graphs import StepGraph, StepGraphs
 from inference.gpu.layers import workspace_on
 from inference.gpu.ranks import StepRanks
@@ -76,6 +77,7 @@ class StepExecutor:
     Attributes:
         edits: Biases and masks on the device.
         graphs: The steps that are captured.
+        fused: Runs blocks of steps of few tokens, each in one kernel; None where none is to.
     """
 
     def __init__(
@@ -98,6 +100,9 @@ class StepExecutor:
         self._reads: HiddenStates | None = None
         self._adapters: GpuAdapters | None = None
         self._tables = 0  # the version of the adapters' tables that graphs hold
+        self.fused = None
+        if self._on_gpu and not (invariant or ranks or isinstance(model, CodeModel)):
+            self.fused = FusedLayers(model.layers, model.dtype, device)
         self.graphs = StepGraphs(
             device,
             enabled=graphs and self._on_gpu,
@@ -239,7 +244,7 @@ class StepExecutor:
             rows=x.get("rows"), query_start=x.get("query_start"), decodes=decodes,
             padded=padded, invariant=self._invariant, reads=self._reads,
             adapters=x.get("adapters"), loras=self._adapters,
-            pieces=self._padded_pieces(x) if padded else (),
+            pieces=self._padded_pieces(x) if padded else (), fused=self.fused,
         )  # fmt: skip
 
     def _padded_pieces(self, x: Mapping[str, Tensor]) -> Sequence[Piece]:

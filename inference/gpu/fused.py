@@ -1,0 +1,117 @@
+"""Which blocks of a decoder run in one kernel from their o layer to the next block's q/k/v.
+
+Steps of one or two tokens on Hopper, of blocks without norms after their sub-layers whose linear
+layers hold 4-bit weights in groups of 128 inputs and take bf16 rows: `kernels.cuda.fused_block`.
+All other blocks and steps run kernel by kernel (`inference.gpu.decoder`), as do steps whose tokens
+have the same bits in any step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from inference.gpu.adapters import BlockAdapters
+from inference.gpu.feed_forward import GpuExperts
+from inference.gpu.layers import GpuLinear
+from inference.models.layers import GatedMLP
+from inference.models.parts import Layer
+from kernels.cuda.fused_block import MOST_ROWS, BlockShape, BlockWeights, FusedBlocks
+from kernels.cuda.nvrtc import CompilerMissingError
+from kernels.triton.common import capability
+from kernels.triton.linear.w4a16 import W4A16Weight
+
+log = logging.getLogger("ptq.inference")
+
+
+class FusedLayers:
+    """Runs blocks of a decoder, each in one kernel; one for each stream.
+
+    Args:
+        layers: The decoder's.
+        dtype: Of its activations.
+        device: Where it is.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer[GpuLinear, GpuExperts]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._blocks: list[BlockWeights | None] = [None] * len(layers)
+        self._kernels: dict[tuple[BlockShape, int], FusedBlocks | None] = {}
+        if dtype == torch.bfloat16 and device.type == "cuda" and capability() == 90:
+            self._blocks[:-1] = [_block(own, following) for own, following in pairwise(layers)]
+
+    def takes(self, block: int, rows: Tensor, adapters: BlockAdapters | None) -> bool:
+        """Whether a block runs in one kernel.
+
+        Args:
+            block: Its number.
+            rows: What its o layer reads, [T, inputs].
+            adapters: Those of the tokens, if any has one.
+        """
+        return adapters is None and self._kernel(block, len(rows)) is not None
+
+    def run(self, block: int, rows: Tensor, total: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Run a block that `takes` said yes to from its o layer on.
+
+        Args:
+            block: Its number.
+            rows: What its o layer reads, [T, inputs].
+            total: The residual stream [T, H].
+            eps: Added to mean squares by norms.
+
+        Returns:
+            (the residual stream after it [T, H], what the next block's q/k/v layer gives).
+        """
+        weights, kernel = self._blocks[block], self._kernel(block, len(rows))
+        assert weights is not None
+        assert kernel is not None
+        return kernel.run(weights, rows, total, eps)
+
+    def _kernel(self, block: int, rows: int) -> FusedBlocks | None:
+        weights = self._blocks[block]
+        if weights is None or not 1 <= rows <= MOST_ROWS or weights.shape is None:
+            return None
+        key = weights.shape, rows
+        if key not in self._kernels:
+            self._kernels[key] = self._compiled(*key)
+        return self._kernels[key]
+
+    def _compiled(self, shape: BlockShape, rows: int) -> FusedBlocks | None:
+        try:
+            return FusedBlocks(shape, rows, self._device)
+        except (CompilerMissingError, ValueError) as error:
+            log.warning("blocks run kernel by kernel in steps of %d tokens: %s", rows, error)
+            return None
+
+
+def _block(
+    own: Layer[GpuLinear, GpuExperts], following: Layer[GpuLinear, GpuExperts]
+) -> BlockWeights | None:
+    """What stands between the attentions of two blocks, where the kernel takes it."""
+    inner, norms = own.feed_forward, (own.before_feed_forward, following.before_attention)
+    if not isinstance(inner, GatedMLP) or inner.activation != "silu":
+        return None
+    if own.after_attention is not None or own.after_feed_forward is not None:
+        return None
+    layers = (own.o, inner.gate_up, inner.down, following.qkv)
+    weights = [layer.weight for layer in layers if isinstance(layer, GpuLinear) and _plain(layer)]
+    found = [weight for weight in weights if isinstance(weight, W4A16Weight)]
+    before, after = norms
+    if len(found) < len(layers) or before is None or after is None:
+        return None
+    block = BlockWeights(*found, norms=(before, after))
+    return None if block.shape is None else block
+
+
+def _plain(layer: GpuLinear) -> bool:
+    """Whether rows are given to the weight as they are, and all of its outputs are wanted."""
+    return layer.order is None and layer.outputs is None and not layer.missing

@@ -1,0 +1,241 @@
+"""From one attention to the next in one kernel, for one or two tokens: Hopper, 4-bit weights.
+
+    total = x W_o + residual                          h = silu(n W_gate) * n W_up,  n = norm(total)
+    total = total + h W_down                          qkv = norm'(total) W_qkv of the next block
+
+Seven kernels otherwise. What these lose with few tokens is memory that stands idle: between two
+products, each of which asks for its first weights when the one before has ended. Here a program on
+each SM walks through the four products, and asks for weights in one order, into rings in shared
+memory that are filled without regard to where the product is: each warp has a ring of its own and
+copies into it by the bulk copy unit, so that no instruction waits.
+
+- A program owns whole outputs of each product, its warps blocks of 128 inputs. The sums of the
+  warps are added in their order; a result does not depend on time.
+- Programs hand on rows by values in memory that are blank until they are written, and the reader
+  reads until none is: a barrier would take a round trip more, and there is no counter. All
+  programs must run at once, as a cooperative launch ensures.
+- Inputs become integers of 16 bits with a unit for each 128 of them (what the CPU's kernels do):
+  two bytes are two columns of a product of 8-bit integers, whose sums are exact. So bits of
+  packed weights need two instructions each eight, and results differ from those of the single
+  kernels by less than bf16 inputs are rounded by.
+
+Weights are those that `kernels.triton.linear.w4a16` packs; nothing is held twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.cuda.nvrtc import CudaKernel
+from kernels.triton.common import require
+from kernels.triton.linear.packing import BLOCK
+from kernels.triton.linear.w4a16 import W4A16Weight
+
+SOURCE = Path(__file__).with_name("fused_block.cu")
+MOST_ROWS = 2
+GROUP = 16  # outputs that a program owns whole
+CHUNK = 2  # groups of a slot
+DEEPEST = 3  # slots of a ring: with more, what programs hand on waits for weights
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Sizes of what a block is made of.
+
+    Attributes:
+        attention: Inputs of o.
+        hidden: Channels.
+        inner: Inputs of down.
+        qkv: Outputs of q, k and v together.
+        zeros: Whether weights have zero points.
+    """
+
+    attention: int
+    hidden: int
+    inner: int
+    qkv: int
+    zeros: bool
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Of the four products."""
+        return self.attention, self.hidden, self.inner, self.hidden
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Groups of outputs of the four products, of gate and up of each."""
+        return tuple(n // GROUP for n in (self.hidden, self.inner, self.hidden, self.qkv))
+
+    def programs(self, processors: int) -> int:
+        """Programs of a launch: as few as let none own more than with one for each processor."""
+        return max(-(-n // -(-n // processors)) for n in self.groups[:3])
+
+    @property
+    def warps(self) -> int:
+        """Of a program: 16, or 8 where inputs have fewer blocks."""
+        return 16 if min(self.inputs) >= 16 * BLOCK else 8
+
+    def shared(self, rows: int, programs: int, depth: int) -> int:
+        """Bytes of shared memory of a program: the source's `Memory`."""
+        most = [-(-n // programs) for n in self.groups]
+        widest = GROUP * max(most[0], 2 * most[1], most[3])
+        ring = depth * (CHUNK * (GROUP * BLOCK // 2 + 4 * GROUP) + 8)
+        own = self.warps * (ring + 4 * rows * widest + 4)
+        return own + max(self.inputs) // BLOCK * rows * (2 * BLOCK + 8) + 128
+
+
+class _Arguments(ctypes.Structure):
+    _fields_ = (
+        ("weight", ctypes.c_void_p * 4),
+        ("scale", ctypes.c_void_p * 4),
+        ("bias", ctypes.c_void_p * 4),
+        ("x", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p * 2),
+        ("total", ctypes.c_void_p),
+        ("qkv", ctypes.c_void_p),
+        ("exchanged", ctypes.c_void_p),
+        ("launches", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """What stands between two attentions.
+
+    Attributes:
+        o: [hidden, attention].
+        gate_up: [2 inner, hidden], gate first.
+        down: [hidden, inner].
+        qkv: [qkv, hidden], of the next block.
+        norms: Weights of the norms before gate and up and before q, k and v, bf16 [hidden].
+    """
+
+    o: W4A16Weight
+    gate_up: W4A16Weight
+    down: W4A16Weight
+    qkv: W4A16Weight
+    norms: tuple[Tensor, Tensor]
+
+    @property
+    def weights(self) -> Sequence[W4A16Weight]:
+        """In the order in which they multiply."""
+        return self.o, self.gate_up, self.down, self.qkv
+
+    @property
+    def shape(self) -> BlockShape | None:
+        """The shape that the kernel is compiled for; None where it does not take these.
+
+        It takes groups of 128 inputs, scales of 32 bits, and 1,024 channels or more.
+        """
+        (hidden, attention), inner, qkv = self.o.size, self.down.size[1], self.qkv.size[0]
+        zeros = self.o.zero_points
+        alike = all(
+            w.group == BLOCK and w.scale.element_size() == 4 and w.zero_points == zeros
+            for w in self.weights
+        )
+        sizes = [(hidden, attention), (2 * inner, hidden), (hidden, inner), (qkv, hidden)]
+        fit = sizes == [w.size for w in self.weights]
+        large = min(hidden, attention, inner) >= 8 * BLOCK
+        normed = all(n.dtype == torch.bfloat16 and n.shape == (hidden,) for n in self.norms)
+        if not (alike and fit and large and normed):
+            return None
+        return BlockShape(attention, hidden, inner, qkv, zeros)
+
+
+class FusedBlocks:
+    """The kernel for blocks of one shape and so many tokens, and what its launches share.
+
+    Launches of one object must follow each other on one stream.
+
+    Args:
+        rows: Tokens, 1 or 2.
+        device: An sm_90.
+
+    Raises:
+        ValueError: a program of this shape does not fit on an SM.
+        CompilerMissingError: see `CudaKernel`.
+    """
+
+    def __init__(self, shape: BlockShape, rows: int, device: torch.device) -> None:
+        require(1 <= rows <= MOST_ROWS, f"{rows} tokens; needed are 1 to {MOST_ROWS}")
+        properties = torch.cuda.get_device_properties(device)
+        room = properties.shared_memory_per_block_optin
+        programs = shape.programs(properties.multi_processor_count)
+        fitting = [d for d in range(2, DEEPEST + 1) if shape.shared(rows, programs, d) <= room]
+        require(
+            bool(fitting),
+            f"{shape} takes {shape.shared(rows, programs, 2)} bytes of shared memory with "
+            f"{rows} tokens; there are {room}",
+        )
+        depth, self._programs = fitting[-1], programs
+        self._shape, self._rows, self._threads = shape, rows, 32 * shape.warps
+        values = {name.upper(): int(value) for name, value in asdict(shape).items()}
+        own = {"ROWS": rows, "PROGRAMS": programs, "WARPS": shape.warps}
+        values |= own | {"DEPTH": depth, "CHUNK": CHUNK}
+        self._kernel = CudaKernel(
+            SOURCE, "fused_block", values, shape.shared(rows, programs, depth)
+        )
+        handed_on = (2, rows, 2 * shape.hidden + shape.inner)
+        self._exchanged = torch.full(handed_on, -1, dtype=torch.int16, device=device)
+        self._launches = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def run(
+        self, weights: BlockWeights, x: Tensor, residual: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Run what stands between two attentions.
+
+        Args:
+            weights: Of this shape.
+            x: What attention gives, bf16 [rows, attention], contiguous.
+            residual: The residual stream, bf16 [rows, hidden], contiguous.
+            eps: Added to mean squares by the norms.
+
+        Returns:
+            (the residual stream after the block, bf16 [rows, hidden]; q, k and v of the next
+            block, bf16 [rows, qkv]).
+
+        Raises:
+            ValueError: a shape or type is another.
+        """
+        shape, rows = self._shape, self._rows
+        require(weights.shape == shape, f"weights are of {weights.shape}; needed is {shape}")
+        for what, tensor, size in (
+            ("x", x, shape.attention),
+            ("the residual", residual, shape.hidden),
+        ):
+            require(
+                tensor.shape == (rows, size)
+                and tensor.dtype == torch.bfloat16
+                and tensor.is_contiguous(),
+                f"{what} is {tensor.dtype} {tuple(tensor.shape)}; needed is contiguous bf16 "
+                f"({rows}, {size})",
+            )
+        total, qkv = torch.empty_like(residual), x.new_empty(rows, shape.qkv)
+        place = _place_of
+        arguments = _Arguments(
+            tuple(place(w.packed) for w in weights.weights),
+            tuple(place(w.scale) for w in weights.weights),
+            tuple(place(w.bias) for w in weights.weights),
+            place(x),
+            place(residual),
+            tuple(map(place, weights.norms)),
+            place(total),
+            place(qkv),
+            place(self._exchanged),
+            place(self._launches),
+            eps,
+        )
+        self._kernel.launch(self._programs, self._threads, arguments)
+        return total, qkv
+
+
+def _place_of(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,132 @@
+"""CUDA C++ that is compiled where it runs, by NVRTC, which comes with torch; and its launches.
+
+Only for what Triton cannot express; `kernels.triton` is where kernels are written. The interfaces
+are those of NVRTC and of the driver (CUDA C++ and Driver API references, 13.0), called by ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+COOPERATIVE, EARLY = 2, 6  # CU_LAUNCH_ATTRIBUTE_: all programs at once; programmatic dependent
+
+
+class CompilerMissingError(RuntimeError):
+    """NVRTC is not there, or it does not know the device."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+class CudaKernel:
+    """A kernel of one source, for the current device.
+
+    Args:
+        source: A file of CUDA C++ without includes.
+        name: Of the kernel, `extern "C"`.
+        values: Macros of integers that the source is compiled with.
+        shared: Bytes of shared memory of a program.
+
+    Raises:
+        CompilerMissingError: it cannot be compiled here.
+        RuntimeError: the source is wrong, or the driver refuses it.
+    """
+
+    def __init__(self, source: Path, name: str, values: Mapping[str, int], shared: int) -> None:
+        image, module = _compiled(source, values), ctypes.c_void_p()
+        self._shared, self._function = shared, ctypes.c_void_p()
+        _call("cuModuleLoadData", ctypes.byref(module), image)
+        _call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
+        _call("cuFuncSetAttribute", self._function, MAX_DYNAMIC_SHARED_SIZE, shared)
+
+    def launch(self, programs: int, threads: int, arguments: ctypes.Structure) -> None:
+        """Launch all programs at once on the current stream, before the kernel ahead has ended.
+
+        Args:
+            programs: How many; no more than fit on the device together.
+            threads: Of each.
+            arguments: What the kernel takes, as one structure.
+        """
+        attributes = (_Attribute * 2)()
+        for own, which in zip(attributes, (COOPERATIVE, EARLY), strict=True):
+            own.name, own.value[0] = which, 1
+        stream = torch.cuda.current_stream().cuda_stream
+        launch = _Launch((programs, 1, 1), (threads, 1, 1), self._shared, stream, attributes, 2)
+        values = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        _call("cuLaunchKernelEx", ctypes.byref(launch), self._function, values, None)
+
+
+def _compiled(source: Path, values: Mapping[str, int]) -> bytes:
+    """The machine code of a source for the current device."""
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    major, minor = torch.cuda.get_device_capability()
+    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in values.items()]
+    given = (ctypes.c_char_p * len(options))(*(text.encode() for text in options))
+    text = source.read_bytes()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None)
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            log = _read(nvrtc, "ProgramLog", program).rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"{source.name} does not compile:\n{log}")
+        return _read(nvrtc, "CUBIN", program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(nvrtc: Any, what: str, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    data = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, data)
+    return data.raw
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    """The library that torch was built with: loaded already, on the path, or beside torch."""
+    name = f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}"
+    beside = Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}")
+    for place in (name, *map(str, beside)):
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    raise CompilerMissingError(f"{name} is not installed")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(function: str, *arguments: Any) -> None:
+    """Call the driver.
+
+    Raises:
+        RuntimeError: it gives an error.
+    """
+    error = getattr(_driver(), function)(*arguments)
+    if error:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(error, ctypes.byref(name))
+        raise RuntimeError(f"{function}: {(name.value or b'an unknown error').decode()}")
