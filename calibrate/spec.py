@@ -28,10 +28,11 @@ class SplitSpec(Strict):
     Of an evaluation, noise falls with the square root.
     """
     sequence_length: int = Field(default=512, ge=2)
-    """Tokens of a sequence. Take what the model will meet; attention's time grows with the square.
+    """Tokens of a sequence. Choose what the model will meet; attention's time grows with the
+    square.
     """
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Which sequences are taken where the source has more than are asked for."""
+    """Selects the sequences if the source has more than `samples`."""
 
 
 class SourceSpec(Strict):
@@ -85,13 +86,13 @@ class DatasetSpec(Strict):
     chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Variables for that template, such as `{enable_thinking: false}`. Needs `messages_column`."""
     in_template: float = Field(default=0.25, ge=0, le=1)
-    """Of a model with a chat template and data that are no chats: the share of the calibration's
-    sequences that hold their text as chats in that template, as the model meets it when it is
-    served. 0 leaves it off.
+    """For a model with a chat template and data without chats: the share of calibration sequences
+    that present their text as chats in that template, as when the model is served. 0 turns it off.
     """
     also: SourceSpec | None = None
-    """Text of another kind, such as chats beside prose, that both models are compared on as well.
-    Null takes, of a model with a chat template and data that are no chats, these in the template.
+    """Text of another kind on which both models are also compared, such as chats in addition to
+    prose. Null, for a model with a chat template and data without chats, is the data in the
+    template.
     """
     pack: bool = True
     """Fill every sequence: text is joined with the end-of-text token and cut anywhere, after the
@@ -99,8 +100,8 @@ class DatasetSpec(Strict):
     whole ones. Otherwise one document a sequence, cut at its length and padded.
     """
     fewer: bool = False
-    """Take what there is where the source holds fewer samples, or not one of full length, instead
-    of refusing.
+    """If the source has fewer samples, or none of full length, use what there is instead of
+    refusing.
     """
     calibration: SplitSpec = SplitSpec()
     """How much is used to choose scales."""

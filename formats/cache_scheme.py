@@ -37,8 +37,8 @@ class KVCacheSpec(Strict):
     and so is int4.
     """
     value_dtype: Literal["int4"] | None = None
-    """Type of cached values where it is not that of keys: `int4` beside int8 keys, which are the
-    first to lose accuracy. Null for the same.
+    """Type of cached values if it differs from that of keys: `int4` with int8 keys, which are the
+    first to lose accuracy. Null: the same type.
     """
     rotate_keys: bool = False
     """Whether queries and keys are turned by a Hadamard matrix, head by head, after RoPE: their
@@ -50,8 +50,8 @@ class KVCacheSpec(Strict):
     center_keys: bool = False
     """Whether the mean of each channel of K is subtracted before K is quantized: over the
     calibration data, at all positions of a context (of a model that no family declares, at those of
-    the data). All products of a query with keys of its head shrink by one number then, which the
-    softmax does not see: it costs nothing (Zhang et al., "SageAttention", arXiv 2410.02367, section
+    the data). All products of a query with the keys of its head then decrease by one number, which
+    the softmax cancels: it costs nothing (Zhang et al., "SageAttention", arXiv 2410.02367, section
     4.2). fp8 keys, whose error goes with their magnitude, lose less so after a few hundred tokens;
     int8 and int4 keys have scales `per_token_head` then. Where attention bounds its logits, has
     sinks or caches latents, a scheme named as a whole leaves keys as they are, and `true` is
@@ -59,10 +59,10 @@ class KVCacheSpec(Strict):
     """
 
     compensate_keys: bool = False
-    """Whether the error of each channel of an int4 key is made up for by those that are rounded
-    after it, as the calibration data's queries weigh it: GPTQ's rule (Frantar et al., arXiv
-    2210.17323) for a row that is rounded when it is written. It takes half of the keys' loss away;
-    what is stored, and how it is read, stays as it is. Scales are `per_token_head` then.
+    """Whether later channels of an int4 key compensate the rounding error of each channel, weighted
+    by the calibration data's queries: GPTQ's rule (Frantar et al., arXiv 2210.17323) for a row that
+    is rounded when it is written. It takes half of the keys' loss away; what is stored, and how it
+    is read, stays as it is. Scales are `per_token_head` then.
     """
 
     @model_validator(mode="after")

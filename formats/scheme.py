@@ -83,12 +83,11 @@ class WeightSpec(Strict):
     """
     group_size: Literal[16, 32, 64, 128, "auto"] | None = None
     """Inputs that share a scale where granularity is `group`, null elsewhere. A number must divide
-    the inputs of every layer. `auto`, which is meant where nothing is said, is the largest of the
-    type that divides a layer's own inputs; where none does, integers and `fp8_e4m3` have one scale
-    for each output channel. Integers have groups of 32, 64 or 128: 32 costs half a bit a weight,
-    128 an eighth. Of floats it tells the type of the scales, of 8 bits each: 16 is NVFP4, whose
-    scales are e4m3 times one number a tensor; 32 is MXFP4 and (`fp8_e4m3`) MXFP8, whose scales are
-    powers of two.
+    the inputs of every layer. `auto`, the default, is the largest size of the type that divides a
+    layer's own inputs; if none does, integers and `fp8_e4m3` have one scale for each output
+    channel. Integers have groups of 32, 64 or 128: 32 costs half a bit a weight, 128 an eighth. Of
+    floats it tells the type of the scales, of 8 bits each: 16 is NVFP4, whose scales are e4m3 times
+    one number a tensor; 32 is MXFP4 and (`fp8_e4m3`) MXFP8, whose scales are powers of two.
     """
     symmetric: bool = True
     """Whether zero is stored as zero. `false` gives each scale a zero point, for integer weights

@@ -47,7 +47,8 @@ class ClipSpec(MethodSpec):
         tuple[Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)], ...],
         Field(min_length=1),
     ] = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
-    """Shares of the observer's range that are tried beside the whole; one pass of the block each.
+    """Shares of the observer's range that are tried in addition to the whole; one pass of the block
+    each.
     """
     search_samples: Annotated[int, Field(ge=1)] = 4
     """Calibration sequences that the search measures its error on; time and memory grow in

@@ -64,7 +64,7 @@ class CostsSpec(MethodSpec):
     caches: tuple[KVCacheSpec, ...] = ()
     """How K and V may be cached."""
     samples: Annotated[int, Field(ge=1)] = 16
-    """Calibration sequences that errors of inputs and caches are taken from."""
+    """Calibration sequences on which errors of inputs and caches are measured."""
 
     def algorithm(self) -> Costs:
         """Counts costs of a block."""

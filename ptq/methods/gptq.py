@@ -64,7 +64,7 @@ class GPTQSpec(MethodSpec):
     scale: ScaleSearch = "output_mse"
     """How scales are chosen before rounding, as of `rtn`."""
     act_order: bool = True
-    """Important columns first: more accurate, and leaves no trace on disk."""
+    """Important columns first: more accurate, without a trace on disk."""
     damp: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.01
     """Share of the Hessian's mean diagonal that is added to it. Raise it where calibration has few
     tokens; a Hessian that does not factor raises it by itself.

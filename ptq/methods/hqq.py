@@ -61,11 +61,11 @@ class HQQSpec(MethodSpec):
     stage: ClassVar = Stage.ROUND
     name: Literal["hqq"] = "hqq"
     p: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)] = 0.7
-    """Of the norm of the error: the smaller, the more a few large errors are forgiven."""
+    """Exponent of the error's norm: a smaller one tolerates more a few large errors."""
     beta: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 10.0
-    """Weight of the split at first."""
+    """First weight of the split."""
     kappa: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1.01
-    """Factor by which it grows each time."""
+    """Factor by which that weight grows each round."""
     iterations: Annotated[int, Field(ge=1)] = 20
     """Rounds of the search; its time grows in proportion."""
 

@@ -72,8 +72,8 @@ class RefineSpec(MethodSpec):
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.005
     """In steps of the integers; falls linearly to 0."""
     metric: Literal["output", "kl"] = "output"
-    """What is lowered: the squared error of the block's output, or what it costs the model (`kl`),
-    for which the model runs backward once.
+    """What is minimized: the squared error of the block's output, or what it costs the model
+    (`kl`), for which the model runs backward once.
     """
     seed: Annotated[int, Field(ge=0)] = 0
     """Which sequences each step takes."""

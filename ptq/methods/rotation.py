@@ -78,11 +78,11 @@ class RotationSpec(MethodSpec):
     unmovable: ClassVar = "the method rotation turned what its layers read or write"
     name: Literal["rotation"] = "rotation"
     residual: bool = True
-    """Turn the residual stream (R1). Unties a tied lm_head, which adds its bytes."""
+    """Rotate the residual stream (R1). Unties a tied lm_head, which adds its bytes."""
     values: bool = True
-    """Turn the values of each head (R2), and with them the cached V."""
+    """Rotate the values of each head (R2), and with them the cached V."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of what is random in the rotations."""
+    """Seed of the random parts of the rotations."""
 
     @model_validator(mode="after")
     def _rotates(self) -> RotationSpec:

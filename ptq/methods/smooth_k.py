@@ -89,7 +89,7 @@ class SmoothKSpec(MethodSpec):
     alpha: Literal["search"] | Alpha = "search"
     """Strength from 0 to 1 for all blocks, or `search` for each."""
     alphas: Annotated[tuple[Alpha, ...], Field(min_length=1)] = (0.5, 0.7, 0.85, 1.0)
-    """What a search tries, beside leaving K alone."""
+    """Strengths that a search tries, in addition to no smoothing."""
     search_samples: Annotated[int, Field(ge=1)] = 4
     """Calibration sequences that the search measures its error on; time and memory grow in
     proportion.

@@ -71,7 +71,7 @@ class SmoothQuantSpec(MethodSpec):
     groups, or `search` for each.
     """
     alphas: Annotated[tuple[Alpha, ...], Field(min_length=1)] = (0.5, 0.7, 0.85, 0.95, 1.0)
-    """What a search tries, beside leaving the group alone; time grows in proportion."""
+    """Strengths that a search tries, in addition to no smoothing; time grows in proportion."""
     pieces: Annotated[int, Field(ge=1, le=16)] = 1
     """Parts of a group's channels, by magnitude, that get a strength of their own; needs `alpha:
     search`.
@@ -83,8 +83,8 @@ class SmoothQuantSpec(MethodSpec):
     targets: Annotated[tuple[SmoothingKind, ...], Field(min_length=1)] = SMOOTHING_KINDS
     """Inputs that are smoothed."""
     by_token: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] | None = None
-    """How many times the error with scales by token a static int8 input may cost; beyond, it is
-    scaled by token. null keeps all of them static. Needs `alpha: search`.
+    """Limit of a static int8 input's error, as a multiple of its error with per-token scales;
+    beyond it the input is scaled per token. Null keeps all inputs static. Needs `alpha: search`.
     """
 
     @model_validator(mode="after")

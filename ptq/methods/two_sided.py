@@ -91,7 +91,7 @@ class TwoSidedSpec(MethodSpec):
     gradient.
     """
     act_order: bool = True
-    """Important columns and rows first: more accurate, and leaves no trace on disk."""
+    """Important columns and rows first: more accurate, without a trace on disk."""
     damp: Damping = 0.01
     """Share of the mean diagonal that is added to the factor of the inputs. It matters little; a
     factor that cannot be inverted raises it by itself.

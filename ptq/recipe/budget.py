@@ -52,8 +52,8 @@ class BudgetSpec(Strict):
     then stays in float.
     """
     target: Target = "cpu"
-    """Where the model is to run: of its schemes those are taken that run fast there. `cpu` and
-    `gpu` are this engine's, `vllm` reads the same files.
+    """Where the model will run: only schemes that are fast there are chosen. `cpu` and `gpu` mean
+    this engine; `vllm` reads the same files.
     """
 
     head: bool = True

@@ -114,10 +114,10 @@ class PeerChoice(Strict):
     """
 
     name: Annotated[str, AfterValidator(_known)]
-    """Which tool, and what it does; the list is below."""
+    """The tool and its method; see the list below."""
     python: Path | None = None
-    """Interpreter of an environment that has the tool; null is the one that runs us. Relative to
-    the recipe's folder.
+    """Interpreter of an environment with the tool; null is that of ptq. Relative to the recipe's
+    folder.
     """
     timeout: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 7200.0
     """Seconds after which it is stopped, its evaluation included."""

@@ -26,8 +26,8 @@ from ptq.recipe.peers import QUANTIZERS, PeerChoice
 
 HEAD = """# Every key of a recipe
 
-Written by `python -m ptq.recipe.reference > recipes/KEYS.md` from the models that read a recipe; a
-test holds this page to them. Which recipe to take is answered in [README.md](README.md).
+Written by `python -m ptq.recipe.reference > recipes/KEYS.md` from the pydantic models of a
+recipe; a test compares both. [README.md](README.md) helps to choose a recipe.
 """
 LIMITS = {  # of a number, in JSON schema's words and in ours
     "minimum": "from {:g}",

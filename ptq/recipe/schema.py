@@ -6,7 +6,7 @@
       calibration: {samples: 64, sequence_length: 512}
       evaluation: {samples: 64, sequence_length: 512}
     scheme: a8w8c8                          # a preset, or weights, activations and kv_cache
-    layers:                                 # optional; later entries go over earlier ones
+    layers:                                 # optional; later entries override earlier ones
       - {match: ['re:.*down_proj'], scheme: a8w8_dynamic}    # or weights and activations
     budget: {kl: 0.01, target: cpu}         # or instead: choose the bits of each group of layers
     observers:
@@ -30,8 +30,7 @@
       device: auto                          # or cpu, cuda: where the two models run for it
 
 A recipe may start from another one, `base: other.yaml`, or from a shipped one by its name, `base:
-a8w8c8`: what it says itself goes over what the base says, mappings key by key, lists and values as
-a whole.
+a8w8c8`. Its own keys override the base's: mappings key by key, lists and values as a whole.
 
 Paths of the model and of data are relative to the recipe's folder, so that a recipe and what it
 uses can be moved together. The output path, and every path given on the command line, is relative
@@ -88,15 +87,15 @@ class ModelSpec(Strict):
     path: Path
     """Folder with config.json, safetensors and the tokenizer's files, relative to the recipe's
     folder; or `tiny-python`, which comes with ptq; or `organization/model` on the Hugging Face hub.
-    A folder wins.
+    If both exist, the folder is used.
     """
     revision: str | None = None
-    """Branch, tag or commit of a model on the hub; default its main branch. A run writes down the
-    commit that it used.
+    """Branch, tag or commit of a model on the hub; default: its main branch. A run records the
+    commit.
     """
     adapter: Path | None = None
-    """Folder of a LoRA adapter as PEFT saves it, or its name on the hub: it is merged into the
-    weights before anything else, so that the original of the run is the merged model.
+    """Folder of a LoRA adapter saved by PEFT, or its name on the hub. It is merged into the weights
+    first, so the run's original is the merged model.
     """
 
     @property
@@ -249,10 +248,10 @@ class DevicesSpec(Strict):
     """
 
     gpus: Count | None = None
-    """The first so many GPUs, all of one kind."""
+    """Number of GPUs, from the first one on, all of one kind."""
     cpus: Count | None = None
-    """So many threads on the processor, each with as many of torch's own as there are (set
-    `OMP_NUM_THREADS`): the same work as on GPUs, to try it without any.
+    """Number of CPU threads, each with as many of torch's own as there are (set `OMP_NUM_THREADS`):
+    the same work as on GPUs, to try it without any.
     """
 
     @model_validator(mode="after")
@@ -270,11 +269,11 @@ class OutputSpec(Strict):
     """
 
     path: Path
-    """Folder that is made, relative to the current directory. Holds `checkpoint`, `report`,
+    """Folder to create, relative to the current directory. Holds `checkpoint`, `report`,
     `recipe.yaml` and the statistics.
     """
     format: Literal["folder", "gguf"] = "folder"
-    """`gguf` writes the checkpoint as `model.gguf` beside it, too, for llama.cpp, Ollama and LM
+    """`gguf` also writes the checkpoint as `model.gguf` next to it, for llama.cpp, Ollama and LM
     Studio: the same integers. Needs `ptq[gguf]`; int4 and int8 weights in groups of 32 are exact.
     """
 
@@ -289,8 +288,8 @@ class ThresholdsSpec(Strict):
     perplexity_ratio: Positive | None = None
     """Most that the quantized model's perplexity may be of the original's: 1.01 allows 1% more."""
     kl: Positive | None = None
-    """Most mean KL divergence of the next token's distribution, in nats: `RESULTS.md` tells what
-    recipes lose on which model.
+    """Most mean KL divergence of the next token's distribution, in nats: `RESULTS.md` has the loss
+    of each recipe by model.
     """
     top1_agreement: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
     """Least share of positions at which both find the same token most likely, from 0 to 1."""
@@ -330,26 +329,24 @@ class ReportSpec(Strict):
     """
 
     thresholds: ThresholdsSpec = ThresholdsSpec()
-    """Beyond them the run is red, with exit code 1; without any, where it surely loses more than
-    twice of what its scheme lost on the measured model that is nearest in size and family.
+    """If one is missed, the run is red, with exit code 1. Without any, it is red if it surely loses
+    more than twice what its scheme lost on the measured model nearest in size and family.
     """
     speed: SpeedSpec | None = SpeedSpec()
-    """What is run to measure speed; `false` (or null) measures none and saves its time."""
+    """How speed is measured; `false` (or null) skips it."""
     attribution: AttributionSpec | None = AttributionSpec()
-    """How the loss is divided among kinds of layers and blocks; `false` (or null) leaves it out and
-    saves its time.
-    """
+    """How the loss is attributed to kinds of layers and to blocks; `false` (or null) skips it."""
     tasks: tuple[str, ...] = ()
-    """Tasks that both models are given, as `ptq eval --tasks` names them: `local` for those that
-    need no network. Needs the extra `eval`.
+    """Tasks that both models run, as `ptq eval --tasks` names them: `local` for those that need no
+    network. Needs the extra `eval`.
     """
     task_items: Count = 200
     """Most items of each of these tasks."""
     completions: Annotated[int, Field(ge=0)] = 3
-    """Prompts from the evaluation text that both models complete, to be read side by side."""
+    """Prompts from the evaluation text that both models complete, shown side by side."""
     certificate: Literal["quick", "full"] | None = None
-    """Certify the checkpoint after the report, as `ptq certify --level` does; where a figure is
-    red, so is the run.
+    """Certify the checkpoint after the report, as `ptq certify --level` does; a red figure makes
+    the run red.
     """
     peers: tuple[PeerChoice, ...] = ()
     """Other tools that quantize the same model, shown beside our run: a name each, or a mapping."""
@@ -395,13 +392,13 @@ class Recipe(Strict):
     `states` spelled out.
     """
     layers: tuple[LayersSpec, ...] = ()
-    """Linear layers with a scheme of their own; a later entry goes over an earlier one."""
+    """Linear layers with a scheme of their own; a later entry overrides an earlier one."""
     caches: tuple[CachesSpec, ...] = ()
-    """Blocks with a cache of their own; a later entry goes over an earlier one."""
+    """Blocks with a cache of their own; a later entry overrides an earlier one."""
     budget: BudgetSpec | None = None
-    """What the model may lose or take: it chooses the bits of each group of layers. `scheme` then
-    says what inputs and the cache are (default `w4`: both stay in float), `methods` what rounds
-    (default `two_sided` with 2 sweeps).
+    """Limit of loss or size, which chooses the bits of each group of layers. `scheme` then sets
+    inputs and cache (default `w4`: both stay in float), `methods` the rounding (default `two_sided`
+    with 2 sweeps).
     """
     observers: ObserversSpec = ObserversSpec()
     """How ranges of static scales are chosen from what calibration saw."""
@@ -414,7 +411,7 @@ class Recipe(Strict):
     sections below. A scheme with weights needs one that rounds, such as `rtn` or `gptq`.
     """
     ignore: tuple[Pattern, ...] = ("lm_head",)
-    """Linear layers that stay in floating point, whatever `layers` says: full names, or `re:`
+    """Linear layers that stay in floating point, in spite of `layers`: full names, or `re:`
     patterns matched from the name's start. Without `lm_head` in it, the head is quantized, too: as
     `layers` says of it, else by `scheme`. A head that is the embedding is stored once for both; the
     method `untie` gives it a tensor of its own, for other runtimes. Layers that predict further
