@@ -257,7 +257,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> 
     parser.add_argument(
         "--repetition-penalty", type=float, default=1.0, metavar="X", help="default 1: none"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="of each prompt's random numbers")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the random numbers")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
 
 

@@ -54,7 +54,7 @@ def usage() -> str:
         "usage: ptq COMMAND [arguments]\n\n"
         "Post-training quantization of language models, and the runtime for what it makes.\n\n"
         f"commands:\n{rows}\n\n"
-        "`ptq COMMAND --help` tells a command's arguments; `ptq --version` the version.\n"
+        "`ptq COMMAND --help` lists a command's arguments; `ptq --version` the version.\n"
         "Where `ptq` is not on the path, `python -m ptq` stands for it."
     )
 

@@ -84,19 +84,19 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--host", default="127.0.0.1", help="default 127.0.0.1: this machine alone; 0.0.0.0 is all")
     add("--port", type=_port, default=8000, help="default 8000; 0 takes a free one")
-    add("--api-key", metavar="KEY", help=f"what clients have to show; better in {KEY} or a file")
-    add("--api-key-file", type=Path, metavar="FILE", help="holds the key")
-    prefix = "of a proxy that leaves it on, such as /llm: all routes answer below it, too"
+    add("--api-key", metavar="KEY", help=f"key that clients must send; better in {KEY} or a file")
+    add("--api-key-file", type=Path, metavar="FILE", help="file with the key")
+    prefix = "prefix that a proxy keeps, such as /llm: all routes also answer below it"
     add("--root-path", type=_root_path, metavar="PREFIX", help=prefix)
-    origin = "a web page's that may call from a browser, such as https://example.org; repeatable"
+    origin = "web page that may call from a browser, such as https://example.org; repeatable"
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
     name = "what clients call the model; default: CHECKPOINT as given; repeatable"
     add("--served-model-name", action="append", metavar="NAME", help=name)
-    add("--chat-template", type=Path, metavar="FILE", help="Jinja, in the place of the model's own")
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja file, instead of the model's own")
     add_content_argument(group)
-    calls = "how the model writes calls of tools; default: as its chat template tells"
+    calls = "how the model writes tool calls; default: as its chat template shows"
     add("--tool-format", choices=sorted(FORMATS), help=calls)
-    drain = "in which what runs may finish when the server is stopped; default 30"
+    drain = "seconds that running requests have to finish when the server stops; default 30"
     add("--drain-seconds", type=_seconds, default=30.0, metavar="S", help=drain)
     add("--log-requests", action="store_true", help="a line for each request, without its texts")
     add("--log-texts", action="store_true", help="prompts and answers, too")
@@ -120,14 +120,14 @@ def _add_size_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add("--target-itl", type=count, metavar="MS", help=wanted)
     add("--no-prefix-cache", action="store_true", help="compute equal beginnings of prompts again")
-    share = "of the memory that is free beside the weights, for the cache; default 0.25, GPUs 0.9"
+    share = "share of the memory left by the weights, for the cache; default 0.25, GPUs 0.9"
     add("--kv-memory", type=_share, metavar="SHARE", help=share)
     add("--kv-blocks", type=count, metavar="N", help="instead: blocks of 64 tokens in the cache")
-    most = "requests that may wait; one more is told to come back (429); default 1024"
+    most = "requests that may wait; further ones get 429; default 1024"
     add("--max-queue", type=count, default=queue.requests, metavar="N", help=most)
-    most = "tokens of prompts that may wait; default 1048576"
+    most = "prompt tokens that may wait; default 1048576"
     add("--max-queued-tokens", type=count, default=queue.tokens, metavar="N", help=most)
-    add("--max-body-mb", type=count, default=32, metavar="MB", help="of a request; default 32")
+    add("--max-body-mb", type=count, default=32, metavar="MB", help="size of a request; default 32")
 
 
 def _root_path(text: str) -> str:

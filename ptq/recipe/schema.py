@@ -160,8 +160,8 @@ class SinksSpec(Strict):
     """Sink tokens: the first tokens of a sequence, whose activations can be hundreds of times those
     of all others and decide every static scale. Statistics of ordinary tokens leave them out, and
     methods count a sink token by its relative error, as 16 ordinary tokens. When the model runs,
-    their rows have static input scales of their own; their K and V stay in 16 bits on a CPU and are
-    read in the cache's format on a GPU.
+    their rows have static input scales of their own, and their K and V stay in floating point;
+    latents of sink tokens do so on a CPU alone.
 
     YAML: ``sinks: {keep: auto}``
     """
