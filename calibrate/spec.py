@@ -36,7 +36,7 @@ class SplitSpec(Strict):
 
 
 class SourceSpec(Strict):
-    """Text beside the dataset's own, that the report measures as well.
+    """Another text that the report also measures.
 
     YAML: ``also: {name: data/chats.jsonl, messages_column: messages}``
     """

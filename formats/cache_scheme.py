@@ -173,15 +173,15 @@ class KVCacheSpec(Strict):
 
 
 class StateSpec(Strict):
-    """How the states of models with a recurrence (Gated DeltaNet, Mamba) are kept for others.
+    """How the prefix cache keeps the states of recurrent models (Gated DeltaNet, Mamba).
 
-    A prompt that begins as an earlier one is found at the borders of blocks of 64 tokens whose
-    states were kept. In int8 they take a quarter of fp32's memory and half of bf16's, so that more
-    beginnings fit. The running state stays in float: rounded at every step it would collect the
-    loss of all steps. Each matrix of a state has a scale for each row and one for each column,
-    whose product an element is scaled by; they are chosen when the state is kept, and need no data.
-    States of convolutions are small, and stay as they are. A prompt that is found then no longer
-    gives the bits of one that is computed; without this it does. Other runtimes take no notice.
+    A prefix is found at the borders of blocks of 64 tokens whose states were kept. In int8 they
+    take a quarter of fp32's memory and half of bf16's, so that more prefixes fit. The running state
+    stays in float: rounded at every step, it would add up the loss of all steps. Each matrix of a
+    state has a scale for each row and each column, and an element is scaled by their product. The
+    scales are chosen when the state is kept, without data. States of convolutions are small and
+    stay unchanged. A found prefix then no longer has the bits of a computed one; without this it
+    does. Other runtimes ignore it.
 
     YAML: ``states: {dtype: int8}``
     """

@@ -351,7 +351,7 @@ class LayerScheme(Strict):
 
 
 class Scheme(LayerScheme):
-    """Weights, activations, cache KV and states of one checkpoint; what is not named stays float.
+    """Weights, activations, KV cache and states of one checkpoint; what is not named stays float.
 
     Raises:
         ValueError: activations are quantized but weights are not: no integer kernel runs that.

@@ -38,7 +38,7 @@ with later():
 
 
 class AWQSpec(MethodSpec):
-    """AWQ: channels that large activations meet are scaled up before weights are rounded.
+    """AWQ: scales up channels with large activations before weights are rounded.
 
     YAML::
 

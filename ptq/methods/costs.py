@@ -46,11 +46,11 @@ ROLES: tuple[CacheRole, ...] = ("k_cache", "v_cache")
 
 
 class CostsSpec(MethodSpec):
-    """Costs: what layers and caches would cost in several schemes; it changes nothing.
+    """Costs: estimates the loss of layers and caches in several schemes; it changes nothing.
 
     YAML: ``costs: {rounding: gptq, schemes: [{weights: {dtype: int8}}], caches: [{dtype: int8}]}``
 
-    A budget puts it into its first run; it needs no mention.
+    A budget adds it to its first run by itself.
     """
 
     stage: ClassVar = Stage.COUNT

@@ -47,7 +47,7 @@ SOLVED_WHOLE = 512  # inputs of a triangle that is inverted at once
 
 
 class GPTQSpec(MethodSpec):
-    """GPTQ: rounds column by column, later columns make up for the error of earlier ones.
+    """GPTQ: rounds column by column; later columns compensate the error of earlier ones.
 
     YAML::
 

@@ -43,11 +43,11 @@ with later():
 
 
 class ShiftSpec(MethodSpec):
-    """Shift: each channel of V is centred, and with it the cached V and the input of o_proj.
+    """Shift: centres each channel of V, and with it the cached V and the input of o_proj.
 
     YAML: ``shift: {}``
 
-    Families that know `attention_bias` get biases in attention for it (llama, qwen3).
+    Families with `attention_bias` (llama, qwen3) get biases in attention for it.
     """
 
     stage: ClassVar = Stage.SHIFT

@@ -69,7 +69,7 @@ with later():
 
 
 class SmoothKSpec(MethodSpec):
-    """K smoothing: the channels of the cached K are evened out, at the cost of Q, which is not.
+    """K smoothing: equalizes the channels of the cached K, at the cost of Q, which is not cached.
 
     YAML::
 

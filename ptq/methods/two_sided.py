@@ -69,7 +69,7 @@ Damping = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 
 
 class TwoSidedSpec(MethodSpec):
-    """Rounding against the model's KL: GPTQ whose errors later columns and later rows make up for.
+    """Rounding against the model's KL: GPTQ whose errors later columns and later rows compensate.
 
     It needs gradients: the model runs backward once over the calibration samples.
 

@@ -18,12 +18,12 @@ from ptq.methods.common.spec import MethodSpec, PlannedLayer, Stage
 
 
 class UntieSpec(MethodSpec):
-    """Untie: gives a head that is the embedding a tensor of its own.
+    """Untie: gives a head that is the embedding its own tensor.
 
     YAML: ``untie``
 
-    For a quantized `lm_head` that other runtimes are to read: the embedding stays in float. Without
-    it a tied head and the embedding are one quantized tensor, which is smaller and runs here alone.
+    Other runtimes can then read a quantized `lm_head`; the embedding stays in float. Without it, a
+    tied head and the embedding are one quantized tensor, which is smaller and runs here alone.
     """
 
     stage: ClassVar = Stage.ROTATE

@@ -28,14 +28,13 @@ def read_bytes(value: Any) -> Any:
 
 
 class BudgetSpec(Strict):
-    """What the quantized model may lose or take; the bits of each group of layers follow from it.
+    """A limit of the quantized model's loss or size, which sets the bits of each group of layers.
 
     YAML: ``budget: {kl: 0.01, target: cpu}``
 
-    One of the limits is given. For a limit of accuracy the fewest bytes are looked for that keep
-    it, measured on the evaluation split; for one of size the least loss. Layers that are multiplied
-    as one share a scheme. The recipe's `scheme` then says what inputs and the cache are, and
-    `layers` is what the budget chooses.
+    Give one limit. For a limit of accuracy, the search minimizes bytes, measured on the evaluation
+    split; for one of size, the loss. Layers that are multiplied as one share a scheme. The recipe's
+    `scheme` then sets inputs and the cache, and the budget chooses `layers`.
 
     Raises:
         ValueError: no limit is given, or several are.

@@ -108,7 +108,7 @@ def _known(name: str) -> str:
 
 
 class PeerChoice(Strict):
-    """Another tool that quantizes the same model, measured beside our run.
+    """Another tool that quantizes the same model, measured in addition to our run.
 
     YAML: ``peers: [{name: autoround, python: /envs/autoround/bin/python, timeout: 7200}]``
     """

@@ -279,8 +279,8 @@ class OutputSpec(Strict):
 
 
 class ThresholdsSpec(Strict):
-    """What the quantized model must hold against the original; what is null is not checked. Where
-    all are null, the run is held against what its scheme is known to lose on other models.
+    """Limits of the quantized model against the original; null is not checked. If all are null, the
+    run is compared with the known loss of its scheme on other models.
 
     YAML: ``thresholds: {perplexity_ratio: 1.01, kl: 0.01, top1_agreement: 0.97}``
     """
@@ -296,7 +296,7 @@ class ThresholdsSpec(Strict):
 
 
 class SpeedSpec(Strict):
-    """What the report's measurement of speed runs: equal requests of fixed lengths.
+    """The speed measurement of the report: equal requests of fixed lengths.
 
     YAML: ``speed: {batch: 4, prompt_tokens: 128, new_tokens: 64}``
     """
@@ -310,7 +310,7 @@ class SpeedSpec(Strict):
 
 
 class AttributionSpec(Strict):
-    """How the report finds out where the loss comes from: the original is run with one kind of
+    """How the report attributes the loss: the original is run with one kind of
     layer quantized at a time, and with one block at a time (in at most 12 groups of blocks).
 
     YAML: ``attribution: {sequences: 4, tokens: 128}``
