@@ -13,7 +13,7 @@ ABOUT = {
     "run": "quantize a model as a recipe says, and report what it cost",
     "quantize": "quantize a model of yours, without a recipe",
     "recipes": "list the recipes that come with ptq, or print one",
-    "families": "list the families of models that are run, and by what",
+    "families": "list the supported families of models, and how each runs",
     "check": "check a recipe against its model and show the plan; changes nothing",
     "explain": "show what a recipe does to each module, step by step",
     "solve": "make another checkpoint from a run's statistics, without the model",
