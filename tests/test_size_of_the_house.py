@@ -20,13 +20,13 @@ SOURCES = {".py", ".cpp", ".cu", ".h"}
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 106_043,
+    "lines of source": 106_040,
     "files of source": 581,
     "lines of imports, in 1,000 lines of code": 84,
     "crowded classes": 3,
     "functions over 60 lines": 4,
     "files over 400 lines": 7,
-    "odd words": 40,
+    "odd words": 39,
     "lines of tests": 59_994,
 }
 # How far a number may fall below its limit before the limit is to follow.

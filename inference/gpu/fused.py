@@ -1,9 +1,9 @@
 """Which blocks of a decoder run in one kernel from their o layer to the next block's q/k/v.
 
-Steps of one or two tokens on Hopper, of blocks without norms after their sub-layers whose linear
-layers hold 4-bit weights in groups of 128 inputs and take bf16 rows: `kernels.cuda.fused_block`.
-All other blocks and steps run kernel by kernel (`inference.gpu.decoder`), as do steps whose tokens
-have the same bits in any step.
+Steps of one or two tokens on Hopper, of one where there is a mixture of experts; of blocks without
+norms after their sub-layers whose linear layers hold 4-bit weights in groups of 128 inputs and take
+bf16 rows: `kernels.cuda.fused_block`. All other blocks and steps run kernel by kernel
+(`inference.gpu.decoder`), as do steps whose tokens have the same bits in any step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import Tensor
 from inference.gpu.adapters import BlockAdapters
 from inference.gpu.feed_forward import GpuExperts
 from inference.gpu.layers import GpuLinear
-from inference.models.layers import GatedMLP
+from inference.models.layers import MixtureOfExperts
 from inference.models.parts import Layer
-from kernels.cuda.fused_block import MOST_ROWS, BlockShape, BlockWeights, FusedBlocks
+from kernels.cuda.fused_block import MOST_ROWS, BlockShape, BlockWeights, FusedBlocks, Router
 from kernels.cuda.nvrtc import CompilerMissingError
 from kernels.triton.common import capability
 from kernels.triton.linear.w4a16 import W4A16Weight
+from kernels.triton.linear.w16a16 import DenseWeight
 
 log = logging.getLogger("ptq.inference")
 
@@ -78,7 +79,8 @@ class FusedLayers:
 
     def _kernel(self, block: int, rows: int) -> FusedBlocks | None:
         weights = self._blocks[block]
-        if weights is None or not 1 <= rows <= MOST_ROWS or weights.shape is None:
+        most = 1 if weights is not None and weights.router else MOST_ROWS
+        if weights is None or not 1 <= rows <= most or weights.shape is None:
             return None
         key = weights.shape, rows
         if key not in self._kernels:
@@ -97,19 +99,34 @@ def _block(
     own: Layer[GpuLinear, GpuExperts], following: Layer[GpuLinear, GpuExperts]
 ) -> BlockWeights | None:
     """What stands between the attentions of two blocks, where the kernel takes it."""
-    inner, norms = own.feed_forward, (own.before_feed_forward, following.before_attention)
-    if not isinstance(inner, GatedMLP) or inner.activation != "silu":
+    inner, before, after = own.feed_forward, own.before_feed_forward, following.before_attention
+    if inner.activation != "silu" or own.latent is not None or following.latent is not None:
         return None
     if own.after_attention is not None or own.after_feed_forward is not None:
         return None
-    layers = (own.o, inner.gate_up, inner.down, following.qkv)
+    router, (gate_up, down) = None, (inner.gate_up, inner.down)
+    if isinstance(inner, MixtureOfExperts):
+        router = _router(inner)
+        if router is None or inner.gate_up.merged is None or inner.down.merged is None:
+            return None
+        gate_up, down = inner.gate_up.each[0], inner.down.each[0]
+    layers = (own.o, gate_up, down, following.qkv)
     weights = [layer.weight for layer in layers if isinstance(layer, GpuLinear) and _plain(layer)]
     found = [weight for weight in weights if isinstance(weight, W4A16Weight)]
-    before, after = norms
     if len(found) < len(layers) or before is None or after is None:
         return None
-    block = BlockWeights(*found, norms=(before, after))
+    block = BlockWeights(*found, norms=(before, after), router=router)
     return None if block.shape is None else block
+
+
+def _router(own: MixtureOfExperts[GpuLinear, GpuExperts]) -> Router | None:
+    """How a mixture chooses, where the kernel can."""
+    how, weight = own.routing, own.router.weight
+    if how.scores != "softmax" or how.groups > 1 or own.correction is not None:
+        return None
+    if own.shared is not None or not isinstance(weight, DenseWeight) or weight.bias is not None:
+        return None
+    return Router(weight.weight, how.chosen, how.normalized, how.factor)
 
 
 def _plain(layer: GpuLinear) -> bool:

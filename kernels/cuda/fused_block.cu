@@ -1,12 +1,14 @@
 // From one attention to the next in one persistent kernel: see fused_block.py, which defines
 //
 //   ATTENTION, HIDDEN, INNER, QKV   inputs of o, channels, inputs of down, outputs of q/k/v
-//   ROWS                            tokens, 1 or 2
+//   EXPERTS, CHOSEN                 of a mixture, INNER being that of one; else 0 and 1
+//   ROWS                            tokens, 1 or 2; of a mixture 1
 //   ZEROS                           1 where the last four bits of a scale are a zero point
 //   PROGRAMS, WARPS                 programs of the grid, one for each SM, and warps of each
 //   DEPTH, CHUNK                    slots of a warp's ring, and groups of outputs in a slot
 //
-// A "group" is 16 outputs, a "block" 128 inputs; a program owns whole groups of each product, and
+// Of a mixture the outputs of gate and up are those of the chosen experts, one after the other, and
+// so are the inputs of down. A "group" is 16 outputs, a "block" 128 inputs; a program owns whole groups of each product, and
 // warp w of it multiplies blocks w, w + WARPS, ... of all of them.
 
 typedef unsigned int u32;
@@ -24,9 +26,12 @@ struct Block {
   const u16* norm[2];             // bf16 [HIDDEN]: before gate and up, and before q, k and v
   u16* total;                     // bf16 [ROWS, HIDDEN]: the residual after the block
   u16* qkv;                       // bf16 [ROWS, QKV]
-  u16* exchanged;                 // bf16 [2, ROWS, HIDDEN + INNER + HIDDEN]
+  u16* exchanged;                 // two sets of what programs hand on
   u32* launches;                  // how many there were
+  const u16* router;  // bf16 [EXPERTS, HIDDEN], or null
   float eps;
+  float factor;    // of the chosen experts' weights
+  int normalized;  // whether these are divided by their sum
 };
 
 constexpr int GROUP = 16, SLOT = CHUNK * (1024 + 64);  // bytes: weights, then scales
@@ -37,11 +42,13 @@ __host__ __device__ constexpr int outputs(int p) {
   return p == GATE_UP ? 2 * INNER : p == NEXT_QKV ? QKV : HIDDEN;
 }
 __host__ __device__ constexpr int inputs(int p) {
-  return p == O ? ATTENTION : p == DOWN ? INNER : HIDDEN;
+  return p == O ? ATTENTION : p == DOWN ? CHOSEN * INNER : HIDDEN;
 }
 __host__ __device__ constexpr int blocks(int p) { return inputs(p) / 128; }
 __host__ __device__ constexpr int sides(int p) { return p == GATE_UP ? 2 : 1; }
-__host__ __device__ constexpr int groups(int p) { return outputs(p) / sides(p) / GROUP; }
+__host__ __device__ constexpr int groups(int p) {
+  return outputs(p) / sides(p) / GROUP * (p == GATE_UP ? CHOSEN : 1);
+}
 __host__ __device__ constexpr int most(int p) { return (groups(p) + PROGRAMS - 1) / PROGRAMS; }
 __host__ __device__ constexpr int chunks(int p) { return (most(p) + CHUNK - 1) / CHUNK; }
 __host__ __device__ constexpr int chunk_start(int p, int i) { return most(p) * i / chunks(p); }
@@ -57,6 +64,9 @@ struct Memory {
   u64 barrier[WARPS][DEPTH];
   float part[WARPS][ROWS][WIDEST];
   float squares[WARPS];
+  float score[EXPERTS / PROGRAMS + 1][WARPS];  // parts of the router's outputs
+  int expert[WARPS][CHOSEN];                   // as each warp has chosen them
+  float share[WARPS][CHOSEN];
 };
 
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
@@ -82,6 +92,9 @@ __device__ __forceinline__ u32 read_now(const void* place) {
 }
 __device__ __forceinline__ void write_now(u16* place, u16 bits) {
   asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(place), "h"(bits) : "memory");
+}
+__device__ __forceinline__ void write_now(u32* place, u32 bits) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(bits) : "memory");
 }
 __device__ __forceinline__ bool blank(u32 pair) {
   return (pair & 0xffffu) == BLANK || (pair >> 16) == BLANK;
@@ -127,19 +140,34 @@ struct Ring {
   u32 slots, barriers;     // in shared memory
   int take, give;          // the slot that is taken, or asked for, next
   u32 parity;              // of the barrier of `take`
+  int room;                // slots that nothing was asked into
   int product, block, chunk;  // what is asked for next
+  int known;               // the first product of which it is not known which weights it takes
   u64 policy;
 };
 
 template <int P>
-__device__ __forceinline__ void ask_for(const Block& own, Ring& ring, int warp) {
+__device__ __forceinline__ void ask_for(const Block& own, const Memory& memory, Ring& ring,
+                                        int warp) {
   const int side = ring.chunk / chunks(P), part = ring.chunk - side * chunks(P);
   const int start = most(P) * part / chunks(P), end = most(P) * (part + 1) / chunks(P);
   const int count = min(end, owned<P>()) - start;
-  const int group = blockIdx.x * most(P) + start + side * groups(P);
+  int group = blockIdx.x * most(P) + start, block = ring.block;
+  const uint4* weight = own.weight[P];
+  const u32* scale = own.scale[P];
+  if (EXPERTS && (P == GATE_UP || P == DOWN)) {
+    constexpr int EACH = P == DOWN ? INNER / 128 : INNER / GROUP;
+    int& at = P == DOWN ? block : group;
+    const int place = at / EACH;
+    at -= place * EACH;
+    constexpr long long SIZE = (long long)(P == DOWN ? INNER : HIDDEN) * outputs(P);
+    weight += memory.expert[warp][place] * (SIZE / 32);
+    scale += memory.expert[warp][place] * (SIZE / 128);
+  }
+  group += side * (outputs(P) / 2 / GROUP);
   const u32 slot = ring.slots + ring.give * SLOT, barrier = ring.barriers + ring.give * 8;
   // A tile of 64 outputs: the first 8 of each of its 4 groups, 512 bytes a group, then the others.
-  const uint4* tile = own.weight[P] + (ring.block * (outputs(P) / 64) + (group >> 2)) * 256;
+  const uint4* tile = weight + (block * (outputs(P) / 64) + (group >> 2)) * 256;
   const uint4* first = tile + (group & 3) * 32;
   const int in_tile = min(count, 4 - (group & 3)), in_next = count - in_tile;
   if (elected()) {
@@ -153,7 +181,7 @@ __device__ __forceinline__ void ask_for(const Block& own, Ring& ring, int warp) 
         copy(after, tile + 256, in_next * 512, barrier, ring.policy);
         copy(after + CHUNK * 512, tile + 256 + 128, in_next * 512, barrier, ring.policy);
       }
-      const u32* scale = own.scale[P] + ring.block * outputs(P) + group * GROUP;
+      scale += block * outputs(P) + group * GROUP;
       copy(slot + CHUNK * 1024, scale, count * 64, barrier, ring.policy);
     } else {
       asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -166,12 +194,17 @@ __device__ __forceinline__ void ask_for(const Block& own, Ring& ring, int warp) 
   }
 }
 
-__device__ __forceinline__ void ask(const Block& own, Ring& ring, int warp) {
-  if (ring.product == GATE_UP) ask_for<GATE_UP>(own, ring, warp);
-  else if (ring.product == DOWN) ask_for<DOWN>(own, ring, warp);
-  else if (ring.product == O) ask_for<O>(own, ring, warp);
-  else if (ring.product == NEXT_QKV) ask_for<NEXT_QKV>(own, ring, warp);
-  if (++ring.give == DEPTH) ring.give = 0;
+// Asks for weights as long as there is room, and it is known which.
+__device__ __forceinline__ void fill(const Block& own, const Memory& memory, Ring& ring,
+                                     int warp) {
+#pragma unroll 1
+  for (; ring.room > 0 && ring.product < ring.known; ring.room--) {
+    if (ring.product == GATE_UP) ask_for<GATE_UP>(own, memory, ring, warp);
+    else if (ring.product == DOWN) ask_for<DOWN>(own, memory, ring, warp);
+    else if (ring.product == O) ask_for<O>(own, memory, ring, warp);
+    else ask_for<NEXT_QKV>(own, memory, ring, warp);
+    if (++ring.give == DEPTH) ring.give = 0;
+  }
 }
 
 // Leaves a block of a row as integers v of 16 bits, x = v unit: bytes of v are columns of a product.
@@ -179,7 +212,7 @@ __device__ __forceinline__ void ask(const Block& own, Ring& ring, int warp) {
 // Lane t + 4 w + 16 e has the pairs of inputs from 32 e + 8 w + 2 t and from 64 inputs later on;
 // packed weights hold these four in the bits 4 e, 4 e + 8 and 16 more of word t + 4 w.
 __device__ __forceinline__ void lay_block(Memory& memory, u32 v0, u32 v1, int block, int row,
-                                          int lane) {
+                                          int lane, float share) {
   const u32 largest = max(max(v0 & 0x7fffu, (v0 >> 16) & 0x7fffu),
                           max(v1 & 0x7fffu, (v1 >> 16) & 0x7fffu));
   const float top = __uint_as_float(__reduce_max_sync(~0u, largest) << 16);
@@ -198,9 +231,84 @@ __device__ __forceinline__ void lay_block(Memory& memory, u32 v0, u32 v1, int bl
   memory.x[block][2 * row + 1][word] = lows;
   if (lane == 0) {  // inputs that are not finite make the unit NaN, and all that is summed with it
     const float unit = top > 1e-30f ? top * (1.f / 32512.f) : 0.f;
-    memory.unit[block][row] = make_float2(top < 3.4e38f ? unit : __int_as_float(0x7fffffff),
-                                          __int_as_float(sum));
+    const float sound = top < 3.4e38f ? unit : __int_as_float(0x7fffffff);
+    memory.unit[block][row] = make_float2(sound * share, __int_as_float(sum));
   }
+}
+
+// Leaves this warp's parts of the router's outputs that the program computes.
+template <int COUNT>
+__device__ __forceinline__ void score(const Block& own, Memory& memory, const u32 (*v)[2], int pair,
+                                      int warp, int lane) {
+#pragma unroll
+  for (int k = 0; k < EXPERTS / PROGRAMS + 1; k++) {
+    const int expert = blockIdx.x + k * PROGRAMS;
+    if (expert >= EXPERTS) break;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      const u16* place = own.router + expert * HIDDEN + (warp + i * WARPS) * 128 + pair;
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        if (warp + i * WARPS >= HIDDEN / 128) break;
+        const u32 weight = __ldg((const u32*)(place + 64 * j));
+        sum += low(v[i][j]) * low(weight) + high(v[i][j]) * high(weight);
+      }
+    }
+#pragma unroll
+    for (int far = 16; far; far /= 2) sum += __shfl_xor_sync(~0u, sum, far);
+    if (lane == 0) memory.score[k][warp] = sum;
+  }
+}
+
+// Chooses experts by the router's outputs, which all programs hand on; each warp does for itself.
+__device__ __forceinline__ void choose(const Block& own, Memory& memory, const u32* logits,
+                                       int warp, int lane) {
+  constexpr int EACH = EXPERTS / 32 + 1;
+  float logit[EACH];
+  u32 key[EACH];  // in the order of logits; 0 for none
+  bool waiting;
+  do {
+    waiting = false;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int expert = lane + 32 * i;
+      const u32 bits = expert < EXPERTS ? read_now(logits + expert) : 0xff800000u;
+      waiting |= bits == ~0u;
+      logit[i] = __uint_as_float(bits);
+      key[i] = bits >> 31 ? ~bits : bits | 0x80000000u;
+    }
+  } while (__any_sync(~0u, waiting));
+  float first = 0, sum = 0, own_share = 0;
+#pragma unroll 1
+  for (int k = 0; k < CHOSEN; k++) {
+    u32 best = 0, expert = ~0u;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) best = max(best, key[i]);
+    best = __reduce_max_sync(~0u, best);
+#pragma unroll
+    for (int i = EACH - 1; i >= 0; i--) expert = key[i] == best ? lane + 32 * i : expert;
+    expert = __reduce_min_sync(~0u, expert);  // of equals the first
+#pragma unroll
+    for (int i = 0; i < EACH; i++) key[i] = expert == lane + 32 * i ? 0 : key[i];
+    const float value = __uint_as_float(best >> 31 ? best & 0x7fffffffu : ~best);
+    if (k == 0) first = value;
+    const float share = __expf(value - first);
+    sum += share;
+    if (lane == k) {
+      own_share = share;
+      memory.expert[warp][k] = min(expert, EXPERTS - 1);
+    }
+  }
+  if (!own.normalized) {
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) sum += __expf(logit[i] - first);
+#pragma unroll
+    for (int far = 16; far; far /= 2) sum += __shfl_xor_sync(~0u, sum, far);
+  }
+  if (lane < CHOSEN) memory.share[warp][lane] = own_share / sum * own.factor;
+  __syncwarp();
 }
 
 // Leaves the blocks of rows that this warp multiplies; with a norm, rows are normed by all warps.
@@ -263,11 +371,14 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
                                  high(v[i][j]) * factor * high(weight));
         }
       }
+      if (EXPERTS && P == GATE_UP) score<COUNT>(own, memory, v, pair, warp, lane);
     }
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
       const int block = warp + i * WARPS;
-      if (block < blocks(P)) lay_block(memory, v[i][0], v[i][1], block, row, lane);
+      const bool expert = EXPERTS && P == DOWN;
+      const float share = expert ? memory.share[warp][min(block / (INNER / 128), CHOSEN - 1)] : 1.f;
+      if (block < blocks(P)) lay_block(memory, v[i][0], v[i][1], block, row, lane, share);
     }
   }
   __syncwarp();
@@ -319,7 +430,8 @@ __device__ __forceinline__ void multiply(const Block& own, Memory& memory, Ring&
         to[1] += (float)y1 * (__uint_as_float(s1 & bits) * unit.x);
       }
       __syncwarp();
-      ask(own, ring, warp);
+      ring.room++;
+      fill(own, memory, ring, warp);
       if (++ring.take == DEPTH) ring.take = 0, ring.parity ^= 1;
     }
   }
@@ -368,6 +480,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   ring.barriers = shared_address(memory.barrier[warp]);
   ring.take = ring.give = ring.parity = ring.product = ring.chunk = 0;
   ring.block = warp;
+  ring.room = DEPTH;
+  ring.known = EXPERTS ? GATE_UP : PRODUCTS;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(ring.policy));
   if (lane == 0) {
     for (int i = 0; i < DEPTH; i++) {
@@ -377,8 +491,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
-#pragma unroll 1
-  for (int i = 0; i < DEPTH; i++) ask(own, ring, warp);
+  fill(own, memory, ring, warp);
 
   // Weights were asked for; all else is what kernels ahead wrote.
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -387,10 +500,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Programs hand results on by values that are not blank. Launches take turns with two sets of
   // places, and each makes its own places in the other set blank.
   const int odd = read_now(own.launches) & 1;
-  constexpr int SET = ROWS * (HIDDEN + INNER + HIDDEN);
+  constexpr int SET = ROWS * (HIDDEN + CHOSEN * INNER + HIDDEN) + 2 * EXPERTS;
   u16* middle = own.exchanged + odd * SET;
   u16* product = middle + ROWS * HIDDEN;
-  u16* sum = product + ROWS * INNER;
+  u16* sum = product + ROWS * CHOSEN * INNER;
+  u32* logits = (u32*)(sum + ROWS * HIDDEN);
   const int other = odd ? -SET : SET;
   const auto hand_on = [&](u16* place, u16 bits) {
     write_now(place, bits);
@@ -410,12 +524,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   });
 
   lay_rows<GATE_UP>(own, memory, middle, warp, lane);
+  if (EXPERTS) {
+    __syncthreads();
+    const int expert = blockIdx.x + threadIdx.x * PROGRAMS;
+    if (expert < EXPERTS) {
+      float logit = 0;
+#pragma unroll
+      for (int i = 0; i < WARPS; i++) logit += memory.score[threadIdx.x][i];
+      write_now(logits + expert, __float_as_uint(logit));
+      write_now(logits + expert + other / 2, ~0u);
+    }
+    choose(own, memory, logits, warp, lane);
+    ring.known = PRODUCTS;
+    fill(own, memory, ring, warp);
+  }
   multiply<GATE_UP>(own, memory, ring, warp, lane);
   for_outputs<GATE_UP>([&](int, int row, int n, int output) {
     const float gate = result<GATE_UP>(own, memory, row, n, output);
-    const float up =
-        result<GATE_UP>(own, memory, row, most(GATE_UP) * GROUP + n, INNER + output);
-    hand_on(product + row * INNER + output, rounded(gate / (1.f + __expf(-gate)) * up));
+    const int other_side = most(GATE_UP) * GROUP + n;
+    const float up = result<GATE_UP>(own, memory, row, other_side, INNER + output);
+    hand_on(product + row * CHOSEN * INNER + output, rounded(gate / (1.f + __expf(-gate)) * up));
   });
 
   lay_rows<DOWN>(own, memory, product, warp, lane);

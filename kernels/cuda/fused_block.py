@@ -3,11 +3,12 @@
     total = x W_o + residual                          h = silu(n W_gate) * n W_up,  n = norm(total)
     total = total + h W_down                          qkv = norm'(total) W_qkv of the next block
 
-Seven kernels otherwise. What these lose with few tokens is memory that stands idle: between two
-products, each of which asks for its first weights when the one before has ended. Here a program on
-each SM walks through the four products, and asks for weights in one order, into rings in shared
-memory that are filled without regard to where the product is: each warp has a ring of its own and
-copies into it by the bulk copy unit, so that no instruction waits.
+Of a mixture of experts h W_down is the weighted sum of the chosen experts', of one token. Seven
+kernels otherwise, eleven of a mixture. What these lose with few tokens is memory that stands idle:
+between two products, each of which asks for its first weights when the one before has ended. Here a
+program on each SM walks through the four products, and asks for weights in one order, into rings in
+shared memory that are filled without regard to where the product is: each warp has a ring of its
+own and copies into it by the bulk copy unit, so that no instruction waits.
 
 - A program owns whole outputs of each product, its warps blocks of 128 inputs. The sums of the
   warps are added in their order; a result does not depend on time.
@@ -15,9 +16,11 @@ copies into it by the bulk copy unit, so that no instruction waits.
   reads until none is: a barrier would take a round trip more, and there is no counter. All
   programs must run at once, as a cooperative launch ensures.
 - Inputs become integers of 16 bits with a unit for each 128 of them (what the CPU's kernels do):
-  two bytes are two columns of a product of 8-bit integers, whose sums are exact. So bits of
-  packed weights need two instructions each eight, and results differ from those of the single
-  kernels by less than bf16 inputs are rounded by.
+  two bytes are two columns of a product of 8-bit integers, whose sums are exact. So eight packed
+  weights take three instructions, and results differ from those of the single kernels by less
+  than bf16 inputs are rounded by.
+- All programs compute some of a router's outputs and hand these on, too; then each chooses the
+  experts for itself.
 
 Weights are those that `kernels.triton.linear.w4a16` packs; nothing is held twice.
 """
@@ -26,7 +29,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -41,6 +44,7 @@ SOURCE = Path(__file__).with_name("fused_block.cu")
 MOST_ROWS = 2
 GROUP = 16  # outputs that a program owns whole
 CHUNK = 2  # groups of a slot
+MOST_CHOSEN = 32  # experts of a token
 DEEPEST = 3  # slots of a ring: with more, what programs hand on waits for weights
 
 
@@ -51,9 +55,11 @@ class BlockShape:
     Attributes:
         attention: Inputs of o.
         hidden: Channels.
-        inner: Inputs of down.
+        inner: Inputs of down, of a mixture of one expert's.
         qkv: Outputs of q, k and v together.
         zeros: Whether weights have zero points.
+        experts: Of a mixture; 0 without one.
+        chosen: How many of them a token goes to; 1 without.
     """
 
     attention: int
@@ -61,16 +67,19 @@ class BlockShape:
     inner: int
     qkv: int
     zeros: bool
+    experts: int = 0
+    chosen: int = 1
 
     @property
     def inputs(self) -> tuple[int, ...]:
         """Of the four products."""
-        return self.attention, self.hidden, self.inner, self.hidden
+        return self.attention, self.hidden, self.chosen * self.inner, self.hidden
 
     @property
     def groups(self) -> tuple[int, ...]:
         """Groups of outputs of the four products, of gate and up of each."""
-        return tuple(n // GROUP for n in (self.hidden, self.inner, self.hidden, self.qkv))
+        sizes = self.hidden, self.chosen * self.inner, self.hidden, self.qkv
+        return tuple(n // GROUP for n in sizes)
 
     def programs(self, processors: int) -> int:
         """Programs of a launch: as few as let none own more than with one for each processor."""
@@ -81,12 +90,18 @@ class BlockShape:
         """Of a program: 16, or 8 where inputs have fewer blocks."""
         return 16 if min(self.inputs) >= 16 * BLOCK else 8
 
+    def fits(self, programs: int) -> bool:
+        """Whether no program owns outputs of two experts."""
+        most = -(-self.groups[1] // programs)
+        return self.inner % BLOCK == 0 and (not self.experts or self.inner // GROUP % most == 0)
+
     def shared(self, rows: int, programs: int, depth: int) -> int:
         """Bytes of shared memory of a program: the source's `Memory`."""
         most = [-(-n // programs) for n in self.groups]
         widest = GROUP * max(most[0], 2 * most[1], most[3])
         ring = depth * (CHUNK * (GROUP * BLOCK // 2 + 4 * GROUP) + 8)
-        own = self.warps * (ring + 4 * rows * widest + 4)
+        choices = 4 * (self.experts // programs + 1) + 8 * self.chosen
+        own = self.warps * (ring + 4 * rows * widest + 4 + choices)
         return own + max(self.inputs) // BLOCK * rows * (2 * BLOCK + 8) + 128
 
 
@@ -102,8 +117,28 @@ class _Arguments(ctypes.Structure):
         ("qkv", ctypes.c_void_p),
         ("exchanged", ctypes.c_void_p),
         ("launches", ctypes.c_void_p),
+        ("router", ctypes.c_void_p),
         ("eps", ctypes.c_float),
+        ("factor", ctypes.c_float),
+        ("normalized", ctypes.c_int),
     )
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a mixture chooses: the best by softmax of `weight` times a row.
+
+    Attributes:
+        weight: bf16 [experts, hidden].
+        chosen: Experts of a token.
+        normalized: Whether the weights of these are divided by their sum.
+        factor: Of them.
+    """
+
+    weight: Tensor
+    chosen: int
+    normalized: bool
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -112,10 +147,12 @@ class BlockWeights:
 
     Attributes:
         o: [hidden, attention].
-        gate_up: [2 inner, hidden], gate first.
-        down: [hidden, inner].
+        gate_up: [2 inner, hidden], gate first; of a mixture the first expert's, the others' being
+            after it in memory.
+        down: [hidden, inner], likewise.
         qkv: [qkv, hidden], of the next block.
         norms: Weights of the norms before gate and up and before q, k and v, bf16 [hidden].
+        router: Of a mixture, or None.
     """
 
     o: W4A16Weight
@@ -123,6 +160,7 @@ class BlockWeights:
     down: W4A16Weight
     qkv: W4A16Weight
     norms: tuple[Tensor, Tensor]
+    router: Router | None = None
 
     @property
     def weights(self) -> Sequence[W4A16Weight]:
@@ -143,11 +181,18 @@ class BlockWeights:
         )
         sizes = [(hidden, attention), (2 * inner, hidden), (hidden, inner), (qkv, hidden)]
         fit = sizes == [w.size for w in self.weights]
-        large = min(hidden, attention, inner) >= 8 * BLOCK
+        chosen = 1 if self.router is None else self.router.chosen
+        large = min(hidden, attention, chosen * inner) >= 8 * BLOCK
         normed = all(n.dtype == torch.bfloat16 and n.shape == (hidden,) for n in self.norms)
         if not (alike and fit and large and normed):
             return None
-        return BlockShape(attention, hidden, inner, qkv, zeros)
+        shape, router = BlockShape(attention, hidden, inner, qkv, zeros), self.router
+        if router is None:
+            return shape
+        right = router.weight.dtype == torch.bfloat16 and router.weight.is_contiguous()
+        few = router.chosen <= MOST_CHOSEN and self.gate_up.bias is self.down.bias is None
+        own = replace(shape, experts=len(router.weight), chosen=router.chosen)
+        return own if right and few else None
 
 
 class FusedBlocks:
@@ -169,6 +214,8 @@ class FusedBlocks:
         properties = torch.cuda.get_device_properties(device)
         room = properties.shared_memory_per_block_optin
         programs = shape.programs(properties.multi_processor_count)
+        require(not shape.experts or rows == 1, f"{rows} tokens of a mixture; needed is 1")
+        require(shape.fits(programs), f"{programs} programs would own outputs of two experts")
         fitting = [d for d in range(2, DEEPEST + 1) if shape.shared(rows, programs, d) <= room]
         require(
             bool(fitting),
@@ -183,8 +230,8 @@ class FusedBlocks:
         self._kernel = CudaKernel(
             SOURCE, "fused_block", values, shape.shared(rows, programs, depth)
         )
-        handed_on = (2, rows, 2 * shape.hidden + shape.inner)
-        self._exchanged = torch.full(handed_on, -1, dtype=torch.int16, device=device)
+        handed_on = rows * (2 * shape.hidden + shape.inputs[2]) + 2 * shape.experts
+        self._exchanged = torch.full((2, handed_on), -1, dtype=torch.int16, device=device)
         self._launches = torch.zeros(1, dtype=torch.int32, device=device)
 
     def run(
@@ -219,7 +266,7 @@ class FusedBlocks:
                 f"({rows}, {size})",
             )
         total, qkv = torch.empty_like(residual), x.new_empty(rows, shape.qkv)
-        place = _place_of
+        place, router = _place_of, weights.router
         arguments = _Arguments(
             tuple(place(w.packed) for w in weights.weights),
             tuple(place(w.scale) for w in weights.weights),
@@ -231,7 +278,10 @@ class FusedBlocks:
             place(qkv),
             place(self._exchanged),
             place(self._launches),
+            None if router is None else place(router.weight),
             eps,
+            1.0 if router is None else router.factor,
+            router is not None and router.normalized,
         )
         self._kernel.launch(self._programs, self._threads, arguments)
         return total, qkv

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 if torch.cuda.is_available():
     from inference.bench.steps import make_engine
     from kernels.bench.draw import relative
-    from kernels.cuda.fused_block import BlockWeights, FusedBlocks
+    from kernels.cuda.fused_block import BlockWeights, FusedBlocks, Router
     from kernels.triton.linear.w4a16 import pack_w4a16
 
 EPS = 1e-5
@@ -47,22 +47,23 @@ def draw(shape, *, zeros=False, bias=False):
     return BlockWeights(*packed, norms=tuple(norms)), plain, biases
 
 
+def normed(x, weight):
+    """RMSNorm in fp64, rounded to bf16."""
+    scaled = x.double() / (x.double().square().mean(1, keepdim=True) + EPS).sqrt()
+    return (scaled * weight.double()).bfloat16()
+
+
 def expected(weights, plain, biases, x, residual):
     """In fp64, rounded to bf16 where the single kernels round."""
 
     def linear(i, x):
         return (x.double() @ plain[i].T + biases[i]).bfloat16()
 
-    def norm(i, x):
-        x = x.double()
-        scaled = x / (x.square().mean(1, keepdim=True) + EPS).sqrt()
-        return (scaled * weights.norms[i].double()).bfloat16()
-
     middle = (linear(0, x).float() + residual.float()).bfloat16()
-    gate, up = linear(1, norm(0, middle)).double().chunk(2, 1)
+    gate, up = linear(1, normed(middle, weights.norms[0])).double().chunk(2, 1)
     h = (torch.nn.functional.silu(gate) * up).bfloat16()
     total = (linear(2, h).float() + middle.float()).bfloat16()
-    return total, linear(3, norm(1, total))
+    return total, linear(3, normed(total, weights.norms[1]))
 
 
 @pytest.mark.parametrize(("zeros", "bias"), [(False, False), (True, True)])
@@ -83,6 +84,65 @@ def test_a_block_equals_its_products_in_fp64(shape, rows, zeros, bias):
         for _ in range(20):  # both sets of places that programs hand on by
             for again, first in zip(blocks.run(weights, x, residual, EPS), got, strict=True):
                 assert torch.equal(again, first)
+
+
+# (inputs of o, channels, inputs of an expert's down, outputs of q, k and v, experts, chosen)
+MIXTURES = (
+    (4096, 2048, 768, 5120, 128, 8),  # Qwen3-30B-A3B
+    (1024, 1024, 512, 1536, 200, 5),  # 8 warps, programs with two outputs of the router
+)
+
+
+def first(weight):
+    """The first of a stack of weights."""
+    return replace(weight, packed=weight.packed[0], scale=weight.scale[0])
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("shape", MIXTURES)
+def test_a_mixture_equals_its_products_in_fp64(shape, normalized):
+    torch.manual_seed(0)
+    attention, hidden, inner, qkv, experts, chosen = shape
+    weights, plain, biases = draw((attention, hidden, inner, qkv))
+    stacks = {}
+    for name, n, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        q = torch.randint(-8, 8, (experts, n, k), dtype=torch.int8, device="cuda")
+        scale = (torch.rand(experts, n, k // 128, device="cuda") + 0.5) / k**0.5 / 4
+        stacks[name] = pack_w4a16(q, scale), scale, q
+    router = (torch.randn(experts, hidden, device="cuda") / hidden**0.5).bfloat16()
+    weights = replace(
+        weights,
+        gate_up=first(stacks["gate_up"][0]),
+        down=first(stacks["down"][0]),
+        router=Router(router, chosen, normalized, 1.5),
+    )
+    blocks = FusedBlocks(weights.shape, 1, torch.device("cuda"))
+
+    def expert(name, e):
+        _, scale, q = stacks[name]
+        return scale[e].double().repeat_interleave(128, 1) * q[e].double()
+
+    for _ in range(5):
+        x = torch.randn(1, attention, device="cuda").bfloat16()
+        residual = torch.randn(1, hidden, device="cuda").bfloat16()
+        middle = ((x.double() @ plain[0].T).bfloat16().float() + residual.float()).bfloat16()
+        n = normed(middle, weights.norms[0])
+        scores = (n.double() @ router.double().T)[0].softmax(0)
+        best, which = scores.topk(chosen)
+        best = 1.5 * (best / best.sum() if normalized else best)
+        y = torch.zeros(1, hidden, dtype=torch.float64, device="cuda")
+        for share, e in zip(best, which.tolist(), strict=True):
+            gate, up = (n.double() @ expert("gate_up", e).T).bfloat16().double().chunk(2, 1)
+            h = (torch.nn.functional.silu(gate) * up).bfloat16()
+            y += share * (h.double() @ expert("down", e).T)
+        total = (y.bfloat16().float() + middle.float()).bfloat16()
+        wanted = total, (normed(total, weights.norms[1]).double() @ plain[3].T + biases[3])
+        got = blocks.run(weights, x, residual, EPS)
+        assert relative(got[0], wanted[0]) < 4e-3
+        assert relative(got[1], wanted[1]) < 8e-3
+        for _ in range(20):
+            for again, one in zip(blocks.run(weights, x, residual, EPS), got, strict=True):
+                assert torch.equal(again, one)
 
 
 def test_graphs_and_calls_may_follow_each_other():
