@@ -39,7 +39,11 @@ FLOORS = {
         cpu
         weights feedback logits
         ops triton
+        cuda
         bench""",
+    "kernels.cuda": """
+        nvrtc
+        fused_block""",
     "kernels.triton": """
         tuning gluon_names versions
         common reference

@@ -141,7 +141,7 @@ def run_blocks(
             hidden[i] = total
         rows, scales = _attend(c, model.query_growth, layer, qkv, batch, pool, window, sinks)
         if fused is not None and fused.takes(i, rows, loras):
-            total, qkv = fused.run(i, rows, total, c.eps)
+            total, qkv = fused.run(i, rows, scales, total, c.eps, sinks)
             delta = after = None
             continue
         qkv, delta = None, run_adapted(layer.o, "o", rows, scales, model.dtype, loras)

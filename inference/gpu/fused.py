@@ -2,8 +2,8 @@
 
 Steps of one or two tokens on Hopper, of one where there is a mixture of experts; of blocks without
 norms after their sub-layers whose linear layers hold 4-bit weights in groups of 128 inputs and take
-bf16 rows: `kernels.cuda.fused_block`. All other blocks and steps run kernel by kernel
-(`inference.gpu.decoder`), as do steps whose tokens have the same bits in any step.
+bf16 rows, or int8 weights and rows: `kernels.cuda.fused_block`. All other blocks and steps run
+kernel by kernel (`inference.gpu.decoder`), as do steps whose tokens have the same bits in any step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from inference.gpu.feed_forward import GpuExperts
 from inference.gpu.layers import GpuLinear
 from inference.models.layers import MixtureOfExperts
 from inference.models.parts import Layer
-from kernels.cuda.fused_block import MOST_ROWS, BlockShape, BlockWeights, FusedBlocks, Router
-from kernels.cuda.nvrtc import CompilerMissingError
+from kernels.cuda.fused_block import (
+    MOST_ROWS,
+    BlockShape,
+    BlockWeights,
+    FusedBlocks,
+    Router,
+    Weight,
+)
 from kernels.triton.common import capability
-from kernels.triton.linear.w4a16 import W4A16Weight
 from kernels.triton.linear.w16a16 import DenseWeight
 
 log = logging.getLogger("ptq.inference")
@@ -60,14 +65,24 @@ class FusedLayers:
         """
         return adapters is None and self._kernel(block, len(rows)) is not None
 
-    def run(self, block: int, rows: Tensor, total: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def run(
+        self,
+        block: int,
+        rows: Tensor,
+        scales: Tensor | None,
+        total: Tensor,
+        eps: float,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """Run a block that `takes` said yes to from its o layer on.
 
         Args:
             block: Its number.
             rows: What its o layer reads, [T, inputs].
+            scales: Of the rows, where they are quantized.
             total: The residual stream [T, H].
             eps: Added to mean squares by norms.
+            sinks: int32 [T], 1 for the rows of sink tokens; None where none is.
 
         Returns:
             (the residual stream after it [T, H], what the next block's q/k/v layer gives).
@@ -75,7 +90,7 @@ class FusedLayers:
         weights, kernel = self._blocks[block], self._kernel(block, len(rows))
         assert weights is not None
         assert kernel is not None
-        return kernel.run(weights, rows, total, eps)
+        return kernel.run(weights, rows, scales, total, eps, sinks)
 
     def _kernel(self, block: int, rows: int) -> FusedBlocks | None:
         weights = self._blocks[block]
@@ -90,7 +105,7 @@ class FusedLayers:
     def _compiled(self, shape: BlockShape, rows: int) -> FusedBlocks | None:
         try:
             return FusedBlocks(shape, rows, self._device)
-        except (CompilerMissingError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:
             log.warning("blocks run kernel by kernel in steps of %d tokens: %s", rows, error)
             return None
 
@@ -111,11 +126,12 @@ def _block(
             return None
         gate_up, down = inner.gate_up.each[0], inner.down.each[0]
     layers = (own.o, gate_up, down, following.qkv)
-    weights = [layer.weight for layer in layers if isinstance(layer, GpuLinear) and _plain(layer)]
-    found = [weight for weight in weights if isinstance(weight, W4A16Weight)]
-    if len(found) < len(layers) or before is None or after is None:
+    plain = [layer for layer in layers if isinstance(layer, GpuLinear) and _plain(layer)]
+    weights = [own.weight for own in plain if isinstance(own.weight, Weight)]
+    if len(weights) < len(layers) or before is None or after is None:
         return None
-    block = BlockWeights(*found, norms=(before, after), router=router)
+    inputs = [own.rows for own in plain]
+    block = BlockWeights(*weights, norms=(before, after), inputs=inputs, router=router)
     return None if block.shape is None else block
 
 

@@ -1,4 +1,4 @@
-"""From one attention to the next in one kernel, for one or two tokens: Hopper, 4-bit weights.
+"""From one attention to the next in one kernel, for one or two tokens on Hopper.
 
     total = x W_o + residual                          h = silu(n W_gate) * n W_up,  n = norm(total)
     total = total + h W_down                          qkv = norm'(total) W_qkv of the next block
@@ -15,14 +15,17 @@ own and copies into it by the bulk copy unit, so that no instruction waits.
 - Programs hand on rows by values in memory that are blank until they are written, and the reader
   reads until none is: a barrier would take a round trip more, and there is no counter. All
   programs must run at once, as a cooperative launch ensures.
-- Inputs become integers of 16 bits with a unit for each 128 of them (what the CPU's kernels do):
+- bf16 inputs of 4-bit weights become integers of 16 bits with a unit for each 128 of them (what the
+  CPU's kernels do):
   two bytes are two columns of a product of 8-bit integers, whose sums are exact. So eight packed
   weights take three instructions, and results differ from those of the single kernels by less
   than bf16 inputs are rounded by.
+- 8-bit weights of 8-bit inputs have the exact sums and the roundings of the single kernels; each
+  program quantizes what it reads, by a scale that is known or by a row's largest element.
 - All programs compute some of a router's outputs and hand these on, too; then each chooses the
   experts for itself.
 
-Weights are those that `kernels.triton.linear.w4a16` packs; nothing is held twice.
+Weights are those that `kernels.triton.linear` packs, `w4a16` and `w8a8`; nothing is held twice.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -39,12 +43,15 @@ from kernels.cuda.nvrtc import CudaKernel
 from kernels.triton.common import require
 from kernels.triton.linear.packing import BLOCK
 from kernels.triton.linear.w4a16 import W4A16Weight
+from kernels.triton.linear.w8a8 import W8A8Weight
+from kernels.triton.linear.weight import InputFormat
 
 SOURCE = Path(__file__).with_name("fused_block.cu")
 MOST_ROWS = 2
 GROUP = 16  # outputs that a program owns whole
 CHUNK = 2  # groups of a slot
 MOST_CHOSEN = 32  # experts of a token
+Weight = W4A16Weight | W8A8Weight
 DEEPEST = 3  # slots of a ring: with more, what programs hand on waits for weights
 
 
@@ -57,6 +64,7 @@ class BlockShape:
         hidden: Channels.
         inner: Inputs of down, of a mixture of one expert's.
         qkv: Outputs of q, k and v together.
+        bits: Of weights.
         zeros: Whether weights have zero points.
         experts: Of a mixture; 0 without one.
         chosen: How many of them a token goes to; 1 without.
@@ -66,7 +74,8 @@ class BlockShape:
     hidden: int
     inner: int
     qkv: int
-    zeros: bool
+    bits: int = 4
+    zeros: bool = False
     experts: int = 0
     chosen: int = 1
 
@@ -96,13 +105,22 @@ class BlockShape:
         return self.inner % BLOCK == 0 and (not self.experts or self.inner // GROUP % most == 0)
 
     def shared(self, rows: int, programs: int, depth: int) -> int:
-        """Bytes of shared memory of a program: the source's `Memory`."""
+        """Bytes of shared memory of a program: the source's `Memory`, which it checks."""
         most = [-(-n // programs) for n in self.groups]
         widest = GROUP * max(most[0], 2 * most[1], most[3])
-        ring = depth * (CHUNK * (GROUP * BLOCK // 2 + 4 * GROUP) + 8)
-        choices = 4 * (self.experts // programs + 1) + 8 * self.chosen
-        own = self.warps * (ring + 4 * rows * widest + 4 + choices)
-        return own + max(self.inputs) // BLOCK * rows * (2 * BLOCK + 8) + 128
+        slot = CHUNK * GROUP * (BLOCK if self.bits == 8 else BLOCK // 2 + 4)
+        choices = 4 * max(1, -(-self.experts // programs)) + 8 * self.chosen
+        of_warp = depth * (slot + 8) + 4 * rows * widest + 8 + choices
+        columns = rows if self.bits == 8 else 2 * rows
+        of_block = columns * BLOCK + 8 * rows
+        return self.warps * of_warp + max(self.inputs) // BLOCK * of_block + 8 * rows + 64
+
+    def values(self, rows: int, programs: int, depth: int) -> dict[str, int]:
+        """What the source is compiled with."""
+        own = {name.upper(): int(value) for name, value in asdict(self).items()}
+        launch = {"ROWS": rows, "PROGRAMS": programs, "WARPS": self.warps, "DEPTH": depth}
+        shared = self.shared(rows, programs, depth)
+        return own | launch | {"CHUNK": CHUNK, "SHARED": shared}
 
 
 class _Arguments(ctypes.Structure):
@@ -110,7 +128,10 @@ class _Arguments(ctypes.Structure):
         ("weight", ctypes.c_void_p * 4),
         ("scale", ctypes.c_void_p * 4),
         ("bias", ctypes.c_void_p * 4),
+        ("static_scale", ctypes.c_void_p * 4),
+        ("sinks", ctypes.c_void_p * 4),
         ("x", ctypes.c_void_p),
+        ("x_scale", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
         ("norm", ctypes.c_void_p * 2),
         ("total", ctypes.c_void_p),
@@ -121,6 +142,7 @@ class _Arguments(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("factor", ctypes.c_float),
         ("normalized", ctypes.c_int),
+        ("x_scaled", ctypes.c_int),
     )
 
 
@@ -152,47 +174,59 @@ class BlockWeights:
         down: [hidden, inner], likewise.
         qkv: [qkv, hidden], of the next block.
         norms: Weights of the norms before gate and up and before q, k and v, bf16 [hidden].
+        inputs: How each of the four wants its input.
         router: Of a mixture, or None.
     """
 
-    o: W4A16Weight
-    gate_up: W4A16Weight
-    down: W4A16Weight
-    qkv: W4A16Weight
+    o: Weight
+    gate_up: Weight
+    down: Weight
+    qkv: Weight
     norms: tuple[Tensor, Tensor]
+    inputs: Sequence[InputFormat]
     router: Router | None = None
 
     @property
-    def weights(self) -> Sequence[W4A16Weight]:
+    def weights(self) -> Sequence[Weight]:
         """In the order in which they multiply."""
         return self.o, self.gate_up, self.down, self.qkv
 
-    @property
+    @cached_property
     def shape(self) -> BlockShape | None:
         """The shape that the kernel is compiled for; None where it does not take these.
 
-        It takes groups of 128 inputs, scales of 32 bits, and 1,024 channels or more.
+        It takes 1,024 channels or more, and 4-bit weights in groups of 128 inputs with scales of 32
+        bits for bf16 inputs, or int8 weights for int8 inputs with one scale a row, known or not.
         """
         (hidden, attention), inner, qkv = self.o.size, self.down.size[1], self.qkv.size[0]
-        zeros = self.o.zero_points
-        alike = all(
-            w.group == BLOCK and w.scale.element_size() == 4 and w.zero_points == zeros
-            for w in self.weights
-        )
         sizes = [(hidden, attention), (2 * inner, hidden), (hidden, inner), (qkv, hidden)]
-        fit = sizes == [w.size for w in self.weights]
         chosen = 1 if self.router is None else self.router.chosen
+        fit = sizes == [w.size for w in self.weights]
         large = min(hidden, attention, chosen * inner) >= 8 * BLOCK
         normed = all(n.dtype == torch.bfloat16 and n.shape == (hidden,) for n in self.norms)
-        if not (alike and fit and large and normed):
+        if not (fit and large and normed):
             return None
-        shape, router = BlockShape(attention, hidden, inner, qkv, zeros), self.router
+        found = self._format()
+        if found is None:
+            return None
+        shape, router = BlockShape(attention, hidden, inner, qkv, *found), self.router
         if router is None:
             return shape
         right = router.weight.dtype == torch.bfloat16 and router.weight.is_contiguous()
         few = router.chosen <= MOST_CHOSEN and self.gate_up.bias is self.down.bias is None
         own = replace(shape, experts=len(router.weight), chosen=router.chosen)
-        return own if right and few else None
+        return own if right and few and shape.bits == 4 else None
+
+    def _format(self) -> tuple[int, bool] | None:
+        """(bits, whether there are zero points), where the kernel takes weights and inputs."""
+        if all(w.family == "w8a8" for w in self.weights):
+            whole = all(own.group is own.length is None for own in self.inputs)
+            return (8, False) if whole else None
+        found = [w for w in self.weights if isinstance(w, W4A16Weight)]
+        zeros = {w.zero_points for w in found}
+        alike = len(found) == len(self.weights) and len(zeros) == 1
+        right = all(w.group == BLOCK and w.scale.element_size() == 4 for w in found)
+        return (4, zeros.pop()) if alike and right else None
 
 
 class FusedBlocks:
@@ -224,26 +258,31 @@ class FusedBlocks:
         )
         depth, self._programs = fitting[-1], programs
         self._shape, self._rows, self._threads = shape, rows, 32 * shape.warps
-        values = {name.upper(): int(value) for name, value in asdict(shape).items()}
-        own = {"ROWS": rows, "PROGRAMS": programs, "WARPS": shape.warps}
-        values |= own | {"DEPTH": depth, "CHUNK": CHUNK}
-        self._kernel = CudaKernel(
-            SOURCE, "fused_block", values, shape.shared(rows, programs, depth)
-        )
-        handed_on = rows * (2 * shape.hidden + shape.inputs[2]) + 2 * shape.experts
-        self._exchanged = torch.full((2, handed_on), -1, dtype=torch.int16, device=device)
+        values = shape.values(rows, programs, depth)
+        self._kernel = CudaKernel(SOURCE, "fused_block", values, values["SHARED"])
+        of_inner = 4 if shape.bits == 8 else 2  # bytes
+        handed_on = rows * (4 * shape.hidden + of_inner * shape.inputs[2]) + 4 * shape.experts
+        self._exchanged = torch.full((2, handed_on), -1, dtype=torch.int8, device=device)
         self._launches = torch.zeros(1, dtype=torch.int32, device=device)
 
     def run(
-        self, weights: BlockWeights, x: Tensor, residual: Tensor, eps: float
+        self,
+        weights: BlockWeights,
+        x: Tensor,
+        x_scale: Tensor | None,
+        residual: Tensor,
+        eps: float,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run what stands between two attentions.
 
         Args:
             weights: Of this shape.
-            x: What attention gives, bf16 [rows, attention], contiguous.
+            x: What attention gives, as o wants it: bf16 or int8 [rows, attention], contiguous.
+            x_scale: Of int8 rows, fp32 of one element or of one a row.
             residual: The residual stream, bf16 [rows, hidden], contiguous.
             eps: Added to mean squares by the norms.
+            sinks: int32 [rows], 1 for sink tokens, where these have input scales of their own.
 
         Returns:
             (the residual stream after the block, bf16 [rows, hidden]; q, k and v of the next
@@ -254,24 +293,25 @@ class FusedBlocks:
         """
         shape, rows = self._shape, self._rows
         require(weights.shape == shape, f"weights are of {weights.shape}; needed is {shape}")
-        for what, tensor, size in (
-            ("x", x, shape.attention),
-            ("the residual", residual, shape.hidden),
-        ):
-            require(
-                tensor.shape == (rows, size)
-                and tensor.dtype == torch.bfloat16
-                and tensor.is_contiguous(),
-                f"{what} is {tensor.dtype} {tuple(tensor.shape)}; needed is contiguous bf16 "
-                f"({rows}, {size})",
-            )
-        total, qkv = torch.empty_like(residual), x.new_empty(rows, shape.qkv)
+        own_type = torch.int8 if shape.bits == 8 else torch.bfloat16
+        _check("x", x, own_type, (rows, shape.attention))
+        _check("the residual", residual, torch.bfloat16, (rows, shape.hidden))
+        of_x = 0 if x_scale is None else x_scale.numel()
+        require(
+            of_x in ((1, rows) if shape.bits == 8 else (0,)),
+            f"{of_x} scales of x in {x.dtype}, {rows} rows",
+        )
+        total, qkv = torch.empty_like(residual), residual.new_empty(rows, shape.qkv)
         place, router = _place_of, weights.router
+        scales = [own.scales_of(sinks) for own in weights.inputs]  # and which is each row's
         arguments = _Arguments(
             tuple(place(w.packed) for w in weights.weights),
             tuple(place(w.scale) for w in weights.weights),
             tuple(place(w.bias) for w in weights.weights),
+            tuple(place(known) for known, _ in scales),
+            tuple(place(which) for _, which in scales),
             place(x),
+            place(x_scale),
             place(residual),
             tuple(map(place, weights.norms)),
             place(total),
@@ -282,9 +322,17 @@ class FusedBlocks:
             eps,
             1.0 if router is None else router.factor,
             router is not None and router.normalized,
+            of_x > 1,
         )
         self._kernel.launch(self._programs, self._threads, arguments)
         return total, qkv
+
+
+def _check(what: str, found: Tensor, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    require(
+        found.shape == size and found.dtype == dtype and found.is_contiguous(),
+        f"{what} is {found.dtype} {tuple(found.shape)}; needed is contiguous {dtype} {size}",
+    )
 
 
 def _place_of(tensor: Tensor | None) -> int | None:

@@ -19,7 +19,7 @@ COOPERATIVE, EARLY = 2, 6  # CU_LAUNCH_ATTRIBUTE_: all programs at once; program
 
 
 class CompilerMissingError(RuntimeError):
-    """NVRTC is not there, or it does not know the device."""
+    """NVRTC is not there."""
 
 
 class _Attribute(ctypes.Structure):
@@ -41,7 +41,7 @@ class CudaKernel:
     """A kernel of one source, for the current device.
 
     Args:
-        source: A file of CUDA C++ without includes.
+        source: A file of CUDA C++ that includes none but those beside it.
         name: Of the kernel, `extern "C"`.
         values: Macros of integers that the source is compiled with.
         shared: Bytes of shared memory of a program.
@@ -52,7 +52,7 @@ class CudaKernel:
     """
 
     def __init__(self, source: Path, name: str, values: Mapping[str, int], shared: int) -> None:
-        image, module = _compiled(source, values), ctypes.c_void_p()
+        image, module = compiled(source, values), ctypes.c_void_p()
         self._shared, self._function = shared, ctypes.c_void_p()
         _call("cuModuleLoadData", ctypes.byref(module), image)
         _call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
@@ -75,11 +75,18 @@ class CudaKernel:
         _call("cuLaunchKernelEx", ctypes.byref(launch), self._function, values, None)
 
 
-def _compiled(source: Path, values: Mapping[str, int]) -> bytes:
-    """The machine code of a source for the current device."""
+def compiled(
+    source: Path, values: Mapping[str, int], capability: tuple[int, int] | None = None
+) -> bytes:
+    """The machine code of a source, for the current device or one of some capability.
+
+    Raises:
+        CompilerMissingError: NVRTC is not there.
+        RuntimeError: the source is wrong, or NVRTC does not know the device.
+    """
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
-    major, minor = torch.cuda.get_device_capability()
-    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
+    major, minor = capability or torch.cuda.get_device_capability()
+    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", f"-I{source.parent}"]
     options += [f"-D{name}={value}" for name, value in values.items()]
     given = (ctypes.c_char_p * len(options))(*(text.encode() for text in options))
     text = source.read_bytes()
@@ -104,8 +111,9 @@ def _read(nvrtc: Any, what: str, program: ctypes.c_void_p) -> bytes:
 @cache
 def _nvrtc() -> ctypes.CDLL:
     """The library that torch was built with: loaded already, on the path, or beside torch."""
-    name = f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}"
-    beside = Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}")
+    major = (torch.version.cuda or "*").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    beside = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"))
     for place in (name, *map(str, beside)):
         try:
             return ctypes.CDLL(place)

@@ -1,0 +1,179 @@
+// Weights of 4 bits times bf16 inputs, as kernels.triton.linear.w4a16 packs them: words [inputs / 128,
+// outputs / 64, 1024], of a tile the first 8 outputs of each of its 4 groups, then the others.
+
+__device__ __forceinline__ Inner inner_bits(float value) { return rounded(value); }
+
+template <int P>
+__device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u32 slot, u32 barrier,
+                                           int expert, int block, int group, int count) {
+  constexpr long long SIZE = (long long)(P == DOWN ? INNER : inputs(P)) * outputs(P);
+  const uint4* tile = own.weight[P] + expert * (SIZE / 32) +
+                      (block * (outputs(P) / 64) + (group >> 2)) * 256;
+  const uint4* first = tile + (group & 3) * 32;
+  const int in_tile = min(count, 4 - (group & 3)), in_next = count - in_tile;
+  copy(slot, first, in_tile * 512, barrier, ring.policy);
+  copy(slot + CHUNK * 512, first + 128, in_tile * 512, barrier, ring.policy);
+  if (in_next > 0) {
+    const u32 after = slot + in_tile * 512;
+    copy(after, tile + 256, in_next * 512, barrier, ring.policy);
+    copy(after + CHUNK * 512, tile + 256 + 128, in_next * 512, barrier, ring.policy);
+  }
+  const u32* scale = own.scale[P] + expert * (SIZE / 128) + block * outputs(P) + group * GROUP;
+  copy(slot + CHUNK * 1024, scale, count * 64, barrier, ring.policy);
+}
+
+// Leaves a block of a row as integers v of 16 bits, x = v unit: bytes of v are columns of a product.
+//
+// Lane t + 4 w + 16 e has the pairs of inputs from 32 e + 8 w + 2 t and from 64 inputs later on;
+// packed weights hold these four in the bits 4 e, 4 e + 8 and 16 more of word t + 4 w.
+__device__ __forceinline__ void lay_block(Memory& memory, u32 v0, u32 v1, int block, int row,
+                                          int lane, float share) {
+  const u32 largest = max(max(v0 & 0x7fffu, (v0 >> 16) & 0x7fffu),
+                          max(v1 & 0x7fffu, (v1 >> 16) & 0x7fffu));
+  const float top = __uint_as_float(__reduce_max_sync(~0u, largest) << 16);
+  const float times = top > 1e-30f ? __fdividef(32512.f, top) : 0.f;
+  const float integer = 12582912.f;  // 1.5 * 2^23: the last bits of a sum with it are an integer
+  const u32 a = __float_as_uint(fmaf(low(v0), times, integer));
+  const u32 b = __float_as_uint(fmaf(high(v0), times, integer));
+  const u32 c = __float_as_uint(fmaf(low(v1), times, integer));
+  const u32 d = __float_as_uint(fmaf(high(v1), times, integer));
+  const int sum = __reduce_add_sync(~0u, (int)(a + b + c + d - 4u * 0x4B400000u));
+  const u32 lows = __byte_perm(__byte_perm(a, c, 0x0040), __byte_perm(b, d, 0x0040), 0x5410);
+  const u32 highs = __byte_perm(__byte_perm(a + 128, c + 128, 0x0051),
+                                __byte_perm(b + 128, d + 128, 0x0051), 0x5410);
+  const int word = (lane & 3) * 8 + ((lane >> 2) & 3) * 2 + (lane >> 4);
+  memory.x[block][2 * row][word] = highs;
+  memory.x[block][2 * row + 1][word] = lows;
+  if (lane == 0) {  // inputs that are not finite make the unit NaN, and all that is summed with it
+    const float unit = top > 1e-30f ? top * (1.f / 32512.f) : 0.f;
+    const float sound = top < 3.4e38f ? unit : __int_as_float(0x7fffffff);
+    memory.unit[block][row] = make_float2(sound * share, __int_as_float(sum));
+  }
+}
+
+// Leaves the blocks of rows that this warp multiplies, once they are there; a norm, and what a
+// router makes of it, are of all warps.
+template <int P>
+__device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
+                                         const Router& router, int warp, int lane) {
+  constexpr int COUNT = own_blocks(P);
+  const int pair = first_pair(lane);
+  u32 norm[COUNT][2];
+  if (normed(P)) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      const int block = warp + i * WARPS;
+      const u16* place = own.norm[P == NEXT_QKV] + block * 128 + pair;
+      norm[i][0] = block < blocks(P) ? __ldg((const u32*)place) : 0;
+      norm[i][1] = block < blocks(P) ? __ldg((const u32*)(place + 64)) : 0;
+    }
+  }
+#pragma unroll 1
+  for (int row = 0; row < ROWS; row++) {
+    u32 v[COUNT][2];
+    bool waiting;
+    do {
+      waiting = false;
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+        const int block = warp + i * WARPS;
+        const u16* place = (const u16*)x + row * inputs(P) + block * 128 + pair;
+        v[i][0] = block < blocks(P) ? read_now(place) : 0;
+        v[i][1] = block < blocks(P) ? read_now(place + 64) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) waiting |= half_blank(v[i][0]) || half_blank(v[i][1]);
+    } while (P != O && __any_sync(~0u, waiting));
+    if (normed(P)) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          sum += low(v[i][j]) * low(v[i][j]) + high(v[i][j]) * high(v[i][j]);
+        }
+      }
+      const float factor = norm_factor(own, memory, sum, warp, lane);
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          v[i][j] = rounded_pair(low(v[i][j]) * factor * low(norm[i][j]),
+                                 high(v[i][j]) * factor * high(norm[i][j]));
+        }
+      }
+      if constexpr (EXPERTS > 0 && P == GATE_UP) router.score(memory, v, warp, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      const int block = warp + i * WARPS;
+      const bool expert = EXPERTS && P == DOWN;
+      const float share = expert ? memory.share[warp][min(block / (INNER / 128), CHOSEN - 1)] : 1.f;
+      if (block < blocks(P)) lay_block(memory, v[i][0], v[i][1], block, row, lane, share);
+    }
+  }
+  __syncwarp();
+}
+
+// What a lane multiplies weights of a block by.
+struct Inputs {
+  uint4 x0, x1;
+  float unit;
+  int sum, start[4];
+
+  __device__ __forceinline__ Inputs(const Memory& memory, int block, int lane) {
+    const int column = lane >> 2, t = lane & 3;
+    x0 = x1 = make_uint4(0, 0, 0, 0);
+    if (column < COLUMNS) {
+      const uint4* place = (const uint4*)&memory.x[block][column][t * 8];
+      x0 = place[0], x1 = place[1];
+    }
+    const float2 both = memory.unit[block][t < ROWS ? t : 0];
+    unit = both.x, sum = __float_as_int(both.y);
+    start[0] = start[2] = 0;
+    start[1] = start[3] = ZEROS ? 0 : -8 * sum;
+  }
+};
+
+// d = a b + c of 16 outputs, 32 inputs and 8 columns
+__device__ __forceinline__ void multiply_add(int* d, const int* c, u32 a0, u32 a1, u32 a2, u32 a3,
+                                             u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]),
+        "r"(c[3]));
+}
+
+// Of each group outputs `lane / 4` and 8 further on, of row `lane % 4`.
+template <int P>
+struct Sums {
+  float sum[sides(P) * most(P)][2] = {};
+
+  __device__ __forceinline__ void add(int to, const char* slot, int i, const Inputs& x, int lane) {
+    const uint4 a = *(const uint4*)(slot + i * 512 + lane * 16);
+    const uint4 b = *(const uint4*)(slot + (CHUNK + i) * 512 + lane * 16);
+    const u32* scale = (const u32*)(slot + CHUNK * 1024 + i * 64);
+    const u32 s0 = scale[lane >> 2], s1 = scale[(lane >> 2) + 8], m = 0x0f0f0f0fu;
+    int d[4];
+    multiply_add(d, x.start, a.x & m, b.x & m, (a.x >> 4) & m, (b.x >> 4) & m, x.x0.x, x.x0.y);
+    multiply_add(d, d, a.y & m, b.y & m, (a.y >> 4) & m, (b.y >> 4) & m, x.x0.z, x.x0.w);
+    multiply_add(d, d, a.z & m, b.z & m, (a.z >> 4) & m, (b.z >> 4) & m, x.x1.x, x.x1.y);
+    multiply_add(d, d, a.w & m, b.w & m, (a.w >> 4) & m, (b.w >> 4) & m, x.x1.z, x.x1.w);
+    int y0 = d[0] * 256 + d[1], y1 = d[2] * 256 + d[3];
+    if (ZEROS) y0 -= (int)(s0 & 15) * x.sum, y1 -= (int)(s1 & 15) * x.sum;
+    const u32 bits = ZEROS ? ~15u : ~0u;
+    sum[to][0] += (float)y0 * (__uint_as_float(s0 & bits) * x.unit);
+    sum[to][1] += (float)y1 * (__uint_as_float(s1 & bits) * x.unit);
+  }
+
+  __device__ __forceinline__ void leave(Memory& memory, int warp, int lane) const {
+    const int output = lane >> 2, row = lane & 3;
+    if (row >= ROWS) return;
+#pragma unroll
+    for (int i = 0; i < sides(P) * most(P); i++) {
+      memory.part[warp][row][i * GROUP + output] = sum[i][0];
+      memory.part[warp][row][i * GROUP + output + 8] = sum[i][1];
+    }
+  }
+};

@@ -1,0 +1,177 @@
+// Weights of 8 bits times 8-bit inputs, as kernels.triton.linear.w8a8 packs them: bytes [inputs / 128,
+// outputs, 128]. Sums are exact, and finished as that kernel's are.
+
+constexpr float LEAST_SCALE = 0x1p-60f;  // of a row of zeros, as kernels.numerics has it
+
+__device__ __forceinline__ Inner inner_bits(float value) { return __float_as_uint(value); }
+
+template <int P>
+__device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u32 slot, u32 barrier,
+                                           int, int block, int group, int count) {
+  const uint4* first = own.weight[P] + ((long long)block * outputs(P) + group * GROUP) * 8;
+  copy(slot, first, count * 2048, barrier, ring.policy);
+}
+
+// The largest of numbers that are not negative, over all warps.
+__device__ __forceinline__ float largest(Memory& memory, float value, int warp, int lane) {
+  const u32 bits = __reduce_max_sync(~0u, __float_as_uint(value));
+  if (lane == 0) memory.reduced[1][warp] = __uint_as_float(bits);
+  __syncthreads();
+  float found = 0;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) found = fmaxf(found, memory.reduced[1][i]);
+  return found;
+}
+
+__device__ __forceinline__ u32 quantized(float value, float times) {
+  const float near = fminf(fmaxf(value * times, -127.f), 127.f);
+  return __float_as_uint(near + 12582912.f) & 0xffu;  // 1.5 * 2^23: its last bits are an integer
+}
+
+// Leaves the blocks of rows that this warp multiplies, once they are there, quantized by a scale
+// that is known or by the largest of a row; that and norms are of all warps.
+template <int P>
+__device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
+                                         const Router&, int warp, int lane) {
+  constexpr int COUNT = own_blocks(P);
+  u32 norm[COUNT][2];
+  if (normed(P)) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      const int block = warp + i * WARPS;
+      const u32* place = (const u32*)(own.norm[P == NEXT_QKV] + block * 128 + lane * 4);
+      norm[i][0] = block < blocks(P) ? __ldg(place) : 0;
+      norm[i][1] = block < blocks(P) ? __ldg(place + 1) : 0;
+    }
+  }
+#pragma unroll 1
+  for (int row = 0; row < ROWS; row++) {
+    if (P == O) {
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+        const int block = warp + i * WARPS;
+        const char* place = (const char*)x + row * inputs(P) + block * 128 + lane * 4;
+        if (block < blocks(P)) memory.x[block][row][lane] = read_now(place);
+      }
+      if (threadIdx.x == 0) memory.scale[P & 1][row] = own.x_scale[own.x_scaled * row];
+      continue;
+    }
+    float y[COUNT][4], top = 0, fault = 0;
+    u32 bits[COUNT][4];
+    bool waiting;
+    do {
+      waiting = false;
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+        const int block = warp + i * WARPS, at = row * inputs(P) + block * 128 + lane * 4;
+        bits[i][0] = bits[i][1] = bits[i][2] = bits[i][3] = 0;
+        if (block < blocks(P)) {
+          if (normed(P)) read_two_now(bits[i], (const u16*)x + at);
+          else read_four_now(bits[i], (const u32*)x + at);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          waiting |= normed(P) ? half_blank(bits[i][j]) : bits[i][j] == BLANK;
+        }
+      }
+    } while (__any_sync(~0u, waiting));
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const u32 own_bits = bits[i][normed(P) ? j / 2 : j];
+        y[i][j] = !normed(P) ? __uint_as_float(own_bits) : j % 2 ? high(own_bits) : low(own_bits);
+      }
+    }
+    if (normed(P)) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum += y[i][j] * y[i][j];
+      }
+      const float factor = norm_factor(own, memory, sum, warp, lane);
+      fault = 0.f * factor;
+      if (factor == 0.f) fault = __int_as_float(0x7fffffff);  // of a sum that is infinite
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          y[i][j] = y[i][j] * factor * (j % 2 ? high(norm[i][j / 2]) : low(norm[i][j / 2]));
+        }
+      }
+    }
+    float scale;
+    if (own.static_scale[P]) {
+      scale = own.static_scale[P][own.sinks[P] ? own.sinks[P][row] : 0];
+    } else {
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) top = fmaxf(top, fabsf(y[i][j]));
+      }
+      scale = fmaxf(__fdiv_rn(largest(memory, top, warp, lane), 127.f), LEAST_SCALE);
+    }
+    if (threadIdx.x == 0) memory.scale[P & 1][row] = scale + fault;
+    const float times = __fdiv_rn(1.f, scale);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      const int block = warp + i * WARPS;
+      const u32 both = quantized(y[i][0], times) | quantized(y[i][1], times) << 8;
+      const u32 rest = quantized(y[i][2], times) | quantized(y[i][3], times) << 8;
+      if (block < blocks(P)) memory.x[block][row][lane] = both | rest << 16;
+    }
+  }
+  __syncwarp();
+}
+
+// What a lane multiplies weights of a block by: inputs 16 t and 64 + 16 t on, of a row.
+struct Inputs {
+  uint4 x0, x1;
+
+  __device__ __forceinline__ Inputs(const Memory& memory, int block, int lane) {
+    const int column = lane >> 2, t = lane & 3;
+    x0 = x1 = make_uint4(0, 0, 0, 0);
+    if (column < COLUMNS) {
+      const uint4* place = (const uint4*)memory.x[block][column];
+      x0 = place[t], x1 = place[4 + t];
+    }
+  }
+};
+
+__device__ __forceinline__ void multiply_add(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                             u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Of each group outputs `lane / 4` and 8 further on, of rows 2 (lane % 4) and the next.
+template <int P>
+struct Sums {
+  int sum[sides(P) * most(P)][4] = {};
+
+  __device__ __forceinline__ void add(int to, const char* slot, int i, const Inputs& x, int lane) {
+    const char* place = slot + i * 2048 + (lane >> 2) * 128 + (lane & 3) * 16;
+    const uint4 a = *(const uint4*)place, b = *(const uint4*)(place + 1024);
+    const uint4 c = *(const uint4*)(place + 64), d = *(const uint4*)(place + 1024 + 64);
+    multiply_add(sum[to], a.x, b.x, a.y, b.y, x.x0.x, x.x0.y);
+    multiply_add(sum[to], a.z, b.z, a.w, b.w, x.x0.z, x.x0.w);
+    multiply_add(sum[to], c.x, d.x, c.y, d.y, x.x1.x, x.x1.y);
+    multiply_add(sum[to], c.z, d.z, c.w, d.w, x.x1.z, x.x1.w);
+  }
+
+  __device__ __forceinline__ void leave(Memory& memory, int warp, int lane) const {
+    const int output = lane >> 2;
+    if (lane % 4) return;
+#pragma unroll
+    for (int i = 0; i < sides(P) * most(P); i++) {
+#pragma unroll
+      for (int row = 0; row < ROWS; row++) {
+        memory.part[warp][row][i * GROUP + output] = sum[i][row];
+        memory.part[warp][row][i * GROUP + output + 8] = sum[i][row + 2];
+      }
+    }
+  }
+};
