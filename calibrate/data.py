@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from calibrate.sources import (
+    ChatText,
     Convert,
     are_tables,
-    chat_text,
     divided,
     left_out,
     local_documents,
@@ -123,8 +123,9 @@ def _load(spec: DatasetSpec, tokenizer: Any, split: Split, root: Path) -> TokenS
     """One split, of the data's own kind."""
     amount = spec.calibration if split == "calibration" else spec.evaluation
     source = (spec.evaluation_name if split == "evaluation" else None) or spec.name
-    texts, notes = _documents(spec, split, root, tokenizer)
     templated = spec.messages_column is not None
+    rendered = ChatText(tokenizer, spec.chat_template_kwargs) if templated else None
+    texts, notes = _documents(spec, split, root, rendered or plain_text)
     chats = templated or are_rendered(texts, tokenizer)
     wrapped, warning = list[list[int]](), ""
     if split == "calibration" and has_chat_template(tokenizer) and not chats:
@@ -135,11 +136,12 @@ def _load(spec: DatasetSpec, tokenizer: Any, split: Split, root: Path) -> TokenS
         amount.model_copy(update={"samples": needed}),
         tokenizer,
         templated=templated,
+        spelled=rendered.ids if rendered else {},
         chats=chats,
         pack=spec.pack,
         shorter=spec.fewer,
     )
-    if found == 0:
+    if needed and not found:
         raise RecipeError(
             f"dataset {source!r}: its {split} documents hold no text ({len(texts)} documents, "
             "all empty or padding; a single one is divided in its middle). Check the "
@@ -168,7 +170,7 @@ def _other_kind(
         return _load(own, tokenizer, "evaluation", root)
     if evaluation.kind == "chat" or not has_chat_template(tokenizer):
         return None
-    texts, _ = _documents(spec, "evaluation", root, tokenizer)
+    texts, _ = _documents(spec, "evaluation", root, plain_text)
     try:
         made = windows_in_template(texts, amount, tokenizer, pack=spec.pack)
     except ValueError:
@@ -203,10 +205,8 @@ def _padded(sequences: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
 Documents = tuple[list[str], tuple[str, ...]]  # texts, and what a person should know of them
 
 
-def _documents(spec: DatasetSpec, split: Split, root: Path, tokenizer: Any) -> Documents:
+def _documents(spec: DatasetSpec, split: Split, root: Path, convert: Convert) -> Documents:
     """Texts of one split; none of the other split's."""
-    chats = spec.messages_column is not None
-    convert = chat_text(tokenizer, spec.chat_template_kwargs) if chats else plain_text
 
     def read(source: str, part: str) -> Documents:
         return _read(spec, source, part, split, root, convert)
@@ -221,7 +221,7 @@ def _documents(spec: DatasetSpec, split: Split, root: Path, tokenizer: Any) -> D
     if split == "calibration":
         return read(spec.name, spec.split)
     texts, notes = read(other or spec.name, spec.evaluation_split or spec.split)
-    used = set(_documents(spec, "calibration", root, tokenizer)[0])
+    used = set(_documents(spec, "calibration", root, convert)[0])
     unseen = [text for text in texts if text not in used]
     if texts and not unseen:
         raise RecipeError(

@@ -22,6 +22,7 @@ from calibrate.tables import (
     read_text,
 )
 from formats.chat_template import has_chat_template, read_messages, render_chat
+from formats.chat_tokens import ChatEncoder
 from formats.errors import RecipeError
 
 Convert = Callable[[Any], str]  # a column's value to text; ValueError says why it cannot
@@ -179,19 +180,36 @@ def plain_text(value: Any) -> str:
     return value
 
 
-def chat_text(tokenizer: Any, variables: Mapping[str, Any]) -> Convert:
+class ChatText:
     """A `Convert` that renders chats, `formats.chat_template`'s, with the tokenizer's template.
 
-    Raises:
-        RecipeError: the tokenizer has none.
+    Attributes:
+        ids: Token ids of those texts whose messages hold control tokens, which stay text there.
     """
+
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any]) -> None:
+        """Of a tokenizer and the template's variables; RecipeError: it has no template."""
+        check_has_template(tokenizer)
+        self._tokenizer, self._variables = tokenizer, variables
+        self._encoder, self.ids = ChatEncoder(tokenizer), dict[str, list[int]]()
+
+    def __call__(self, chat: Any) -> str:
+        """The text of a chat."""
+        messages = read_messages(chat)
+        text = render_chat(self._tokenizer, messages, self._variables)
+        if self._encoder.holds_controls(messages):
+            self.ids[text] = self._encoder.tokens(messages, self._variables)
+        return text
+
+
+def check_has_template(tokenizer: Any) -> None:
+    """Refuse chats where the tokenizer has no template, with a RecipeError."""
     if not has_chat_template(tokenizer):
         raise RecipeError(
             "dataset.messages_column cannot be used: the model's tokenizer has no chat template, "
             "which makes text of chats. Give text in dataset.column; or, where the model was made "
             "for chats, put its chat_template.jinja beside its tokenizer"
         )
-    return lambda chat: render_chat(tokenizer, read_messages(chat), variables)
 
 
 def divided(documents: Sequence[str], split: Split) -> list[str]:

@@ -13,7 +13,7 @@ part of one, and the assistant's answer is the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from calibrate.spec import SplitSpec
 from formats.chat_template import has_chat_template, leading_tokens, render_chat, text_tokens
+from formats.chat_tokens import ChatEncoder
 
 ASKED = ("Continue this text:", "What comes after this?", "Write on from here.")
 PASSAGES = (300, 900, 1500)  # characters, in turn: templates' tokens stand at many positions
@@ -73,6 +74,7 @@ def cut_windows(
     tokenizer: Any,
     *,
     templated: bool,
+    spelled: Mapping[str, list[int]],
     chats: bool,
     pack: bool,
     shorter: bool,
@@ -82,13 +84,13 @@ def cut_windows(
     Args:
         documents: Texts; blank ones give nothing.
         templated: Whether a template has written all special tokens of the documents.
+        spelled: Token ids of documents whose text does not tell them.
         pack: Fill sequences with documents; otherwise one document each.
         shorter: Let what is not enough for one sequence make one.
     """
-    encode, length = _encoder(tokenizer, special_tokens=not templated), amount.sequence_length
+    encode, length = _encoder(tokenizer, not templated, spelled), amount.sequence_length
     if not pack:
-        parts = (documents[i] for i in _permutation(len(documents), amount))
-        encoded = (encode(text[: CHARACTERS_PER_TOKEN * length], length) for text in parts)
+        encoded = (encode(documents[i], length) for i in _permutation(len(documents), amount))
         cut = list(islice((ids for ids in encoded if len(ids) > 1), amount.samples))
         return cut, len(cut)
     encoded = [ids for text in _enough(documents, amount) if (ids := encode(text, None))]
@@ -113,12 +115,12 @@ def windows_in_template(
     Raises:
         ValueError: the template refuses chats of a user and an assistant.
     """
-    length, encode = amount.sequence_length, _encoder(tokenizer, special_tokens=False)
+    length, encoder = amount.sequence_length, ChatEncoder(tokenizer)
     wanted = CHAT_CHARACTERS * length * amount.samples
     most = max(LONGEST, wanted // max(1, len(documents)))  # of each: from as many as there are
     parts = (_inside(documents[i], most) for i in _permutation(len(documents), amount))
-    rendered = (render_chat(tokenizer, chat) for chat in as_chats(parts))
-    encoded = filter(None, (encode(text, None if pack else length) for text in rendered))
+    made = (encoder.tokens(chat)[: None if pack else length] for chat in as_chats(parts))
+    encoded = filter(None, made)
     cut = _packed(encoded, length, leading_tokens(tokenizer), chats=True) if pack else encoded
     return list(islice(cut, amount.samples))
 
@@ -185,15 +187,21 @@ def _packed(
                 break
 
 
-def _encoder(tokenizer: Any, *, special_tokens: bool) -> Encode:
-    """Text to its token ids; none where there is no more than special tokens."""
+def _encoder(tokenizer: Any, adds: bool, spelled: Mapping[str, list[int]]) -> Encode:
+    """Text to its token ids, with the tokenizer's special ones where it `adds` them.
+
+    There are none where there is no more than special tokens.
+    """
     special = set(tokenizer.all_special_ids)
 
     def encode(text: str, most: int | None) -> list[int]:
-        if special_tokens:
-            ids = text_tokens(tokenizer, text)[:most]
+        part = text[: CHARACTERS_PER_TOKEN * most] if most else text
+        if text in spelled:
+            ids = spelled[text][:most]
+        elif adds:
+            ids = text_tokens(tokenizer, part)[:most]
         else:  # no word on its length
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:most]
+            ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"][:most]
         return [] if special.issuperset(ids) else ids
 
     return encode

@@ -1,7 +1,7 @@
 """From text or messages to the token ids of a prompt, through the chat template or without it.
 
 A template writes all special tokens that a prompt has, its BOS token included: what it renders is
-tokenized without adding any; see `inference.requests.chat_tokens` for what messages hold of them.
+tokenized without adding any; see `formats.chat_tokens` for what messages hold of them.
 Text that no template renders gets those that the tokenizer adds, but for those that it begins with.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.chat_template import has_chat_template, text_tokens
+from formats.chat_tokens import ChatEncoder
 from formats.errors import RequestError
-from inference.requests.chat_tokens import ChatEncoder
 from inference.requests.request import check_unicode
 
 Messages = Sequence[Mapping[str, Any]]

@@ -54,7 +54,7 @@ FLOORS = {
     "formats": """
         errors
         files namespace memory pack chat_template
-        documents command lock residual_rotation
+        documents command lock residual_rotation chat_tokens
         cache_scheme
         scheme scale_table families
         published
@@ -114,6 +114,7 @@ UNTOLD = "requests scheduling models engine predict chat rows accuracy config".s
 """Rooms of `inference` that compare no device with a name."""
 CALIBRATE_MAY_USE = {
     "formats.chat_template",
+    "formats.chat_tokens",
     "formats.errors",
     "formats.files",
     "formats.namespace",

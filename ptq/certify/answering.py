@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from formats.chat_template import has_chat_template
-from inference.requests.chat_tokens import ChatEncoder
+from formats.chat_tokens import ChatEncoder
 from inference.requests.request import SamplingParams
 from inference.server.tools.parser import ToolParser, join_deltas
 from inference.server.tools.use import ToolSupport, tool_support

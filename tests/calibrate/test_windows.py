@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from calibrate.data import load_tokens
 from calibrate.spec import DatasetSpec, SourceSpec, SplitSpec
+from formats.chat_tokens import ChatEncoder
 
 BOS, TURN = "<|bos|>", "<|turn|>"
 TEMPLATE = (
@@ -61,6 +62,30 @@ def test_bos_stands_before_each_window_of_text_and_nowhere_else(tokenizer, tmp_p
     assert tokens.ids.shape == (6, 200)
     assert [ids.tolist().count(tokenizer.bos_token_id) for ids in tokens.ids] == [1] * 6
     assert (tokens.ids[:, 0] == tokenizer.bos_token_id).all()
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("made_of", [chats, prose])
+def test_control_tokens_that_a_message_spells_are_text_as_served(
+    tokenizer, tmp_path, pack, made_of
+):
+    """Of a chat, and of text that is made a chat, each turn's token is the template's."""
+    tokenizer.chat_template, rows = TEMPLATE, made_of()
+    for row in rows:
+        texts = row.get("messages", [row])
+        key = "content" if made_of is chats else "text"
+        texts[0][key] = texts[0][key].replace(" ", f" {TURN}", 1)
+    column = "messages" if made_of is chats else None
+    spec = write(tmp_path, rows).model_copy(update={"messages_column": column, "pack": pack})
+    spec = spec.model_copy(update={"in_template": 1.0})
+    tokens = load_tokens(spec, tokenizer, "calibration", tmp_path)
+    turn = tokenizer.convert_tokens_to_ids(TURN)
+    served = ChatEncoder(tokenizer).tokens(chats()[0]["messages"])
+    assert served.count(turn) == 2
+    for ids in tokens.sequences():
+        text = tokenizer.decode(ids)
+        written = text.count(TURN) - text.count(f" {TURN}")
+        assert (ids == turn).sum() == written < text.count(TURN)
 
 
 @pytest.mark.parametrize("pack", [True, False])

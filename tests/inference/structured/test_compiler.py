@@ -19,7 +19,7 @@ from inference.requests.plain_schema import BOTH, OF_ONE, OF_SEVERAL, WITH_NAMES
 from inference.structured import compiler as compiling
 from inference.structured.compiler import GrammarCompiler, GrammarMatcher, tokenizer_info
 from inference.structured.helper import Bounds, compile_one, grammar_of
-from tests.inference.requests.test_chat_tokens import byte_fallback
+from tests.formats.test_chat_tokens import byte_fallback
 
 xgrammar = pytest.importorskip("xgrammar")
 

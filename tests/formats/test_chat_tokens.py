@@ -14,7 +14,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from inference.requests.chat_tokens import ChatEncoder
+from formats.chat_tokens import ChatEncoder
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}"

@@ -84,6 +84,10 @@ class ChatEncoder:
         check(text)
         return self._encode_hidden(text, letters) if letters else self._encode(text)["input_ids"]
 
+    def holds_controls(self, messages: Messages) -> bool:
+        """Whether texts of messages hold control tokens, so that what is rendered cannot tell."""
+        return self._hide(messages, None) is not None
+
     def _encode(self, text: str, **options: Any) -> Any:
         return self._tokenizer(text, add_special_tokens=False, verbose=False, **options)
 
