@@ -172,7 +172,8 @@ def parser() -> argparse.ArgumentParser:
         "none by null",
     )
     source = made.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="what to complete; - reads it from stdin")
+    text = "what to complete; - reads it from stdin"
+    source.add_argument("--prompt", action="append", metavar="TEXT", help=text)
     source.add_argument("--input", type=Path, metavar="ROWS.jsonl", help="rows to complete")
     made.add_argument("--output", type=Path, metavar="OUT.jsonl", help="needed with --input")
     made.add_argument("--system", metavar="TEXT", help="system message, for the chat template")
@@ -192,8 +193,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own.error("--input and --output belong together")
     if arguments.input is not None and arguments.stream:
         own.error("--stream goes with --prompt; the rows of --input are written at the end")
-    if arguments.prompt is not None and len(arguments.adapter) > 1:
-        own.error("--prompt runs with one --adapter; give one, or rows that name them")
+    if arguments.prompt is not None:
+        if (given := len(arguments.prompt)) > 1:
+            own.error(f"found {given} of --prompt, which is one; give one, or rows by --input")
+        if len(arguments.adapter) > 1:
+            own.error("--prompt runs with one --adapter; give one, or rows that name them")
+        arguments.prompt = arguments.prompt[0]
     others, fault = OF_BEAMS, "needs --beam-width"
     if arguments.beam_width is not None:
         others, fault = OF_SAMPLING, "has no place in a beam search"

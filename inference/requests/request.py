@@ -122,7 +122,9 @@ class SamplingParams(RequestParams):
             raise refused("stop", "an empty text would end every output at once")
         if self.min_tokens > self.max_tokens:
             raise refused(
-                "min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}"
+                "min_tokens",
+                f"found {self.min_tokens}, but the output has at most {self.max_tokens} tokens "
+                "(given, by default, or what the model's length leaves); lower it, or allow more",
             )
         if len(dict(self.logit_bias)) < len(self.logit_bias):
             raise refused("logit_bias", "a token is there twice; give each once")

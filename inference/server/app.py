@@ -93,13 +93,11 @@ def create_app(client: ServedEngine, settings: ServerSettings) -> FastAPI:
     )
     app.state.served = served
     for method, path, handler, model, kinds in ROUTES:
-        app.add_api_route(
-            path,
-            _endpoint(handler, model, served),
-            methods=[method],
-            name=handler.__name__,
-            openapi_extra=_operation(path, model, kinds),
-        )
+        endpoint, name = _endpoint(handler, model, served), handler.__name__
+        extra = _operation(path, model, kinds)
+        app.add_api_route(path, endpoint, methods=[method], name=name, openapi_extra=extra)
+        if method == "GET":  # probes ask for the status alone
+            app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
     app.add_route("/", routes.chat_page, include_in_schema=False)
     app.openapi = lambda: _describe(app, settings.root_path)
     app.add_exception_handler(HTTPException, _http_error)

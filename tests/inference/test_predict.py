@@ -73,6 +73,7 @@ def test_beams_are_searched_for_a_prompt_and_for_rows(model, engine, tmp_path, c
         ["--input", "x"],
         ["--prompt", "x", "--output", "y"],
         ["--input", "x", "--output", "y", "--stream"],
+        ["--prompt", "x", "--prompt", "y"],
         ["--prompt", "x", "--batch-size", "0"],
         ["--prompt", "x", "--raw", "--system", "y"],
         ["--prompt", "x", "--length-penalty", "2"],

@@ -47,7 +47,7 @@ def test_params_are_values():
         *(("top_k", wrong, None) for wrong in (-1, 2**31)),
         *(("repetition_penalty", wrong, None) for wrong in (0, 1e-44, 1e300)),
         ("max_tokens", 0, None),
-        ("min_tokens", 200, None),
+        ("min_tokens", 200, "found 200, but the output has at most 128 tokens"),
         ("stop", ("",), None),
         ("stop", "a", "a valid tuple; found 'a'"),
         ("seed", -3, None),

@@ -333,6 +333,16 @@ def test_a_method_that_a_route_has_not_is_told():
         assert response.headers["allow"] == "POST"
 
 
+async def test_what_can_be_read_can_be_probed():
+    async with talking() as (client, _):
+        for path in ("/", "/health", "/version", "/v1/models", "/v1/models/tiny"):
+            whole, probed = await client.get(path), await client.head(path)
+            assert (probed.status_code, probed.content) == (200, b"")
+            assert probed.headers["content-length"] == whole.headers["content-length"]
+        assert (await client.head("/v1/models/other")).status_code == 404
+        assert (await client.head(COMPLETIONS)).status_code == 405
+
+
 async def test_the_key_is_needed_everywhere_but_for_health():
     async with talking(api_key="secret") as (client, _):
         paths = ["/v1/models", "/metrics", "/openapi.json", "/version", "/tokenizer_info", "/nope"]
