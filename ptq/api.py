@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -122,5 +123,6 @@ def _of_python(recipe: Recipe, given: Sequence[object], output: str | Path | Non
             "itself with its `model_copy`, or give the path or name of a YAML file"
         )
     if output is not None:
-        recipe = recipe.model_copy(update={"output": OutputSpec(path=Path(output).absolute())})
+        path = Path(os.path.expanduser(output)).absolute()
+        recipe = recipe.model_copy(update={"output": OutputSpec(path=path)})
     return LoadedRecipe(recipe, Where())

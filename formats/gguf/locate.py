@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from formats import hub
@@ -16,12 +17,12 @@ LAYOUT = 3  # of the folders that are made; a change of it makes them again
 
 def is_gguf(path: str | Path) -> bool:
     """Whether a path is that of a .gguf file."""
-    return Path(path).suffix.lower() == ".gguf" and Path(path).is_file()
+    return Path(path).suffix.lower() == ".gguf" and os.path.isfile(os.path.expanduser(path))
 
 
 def locate_source(name: str | Path) -> Path:
     """What is converted: a .gguf file as it is, else as `locate_model`."""
-    return Path(name) if is_gguf(name) else locate_model(name)
+    return Path(os.path.expanduser(name)) if is_gguf(name) else locate_model(name)
 
 
 def locate_model(
@@ -46,7 +47,7 @@ def locate_model(
     """
     if not is_gguf(name):
         return hub.locate_folder(name, revision)
-    path = Path(name).resolve()
+    path = Path(os.path.expanduser(name)).resolve()
     state = path.stat()
     seen = f"{path} {state.st_size} {state.st_mtime_ns} {floats} {LAYOUT}"
 

@@ -9,6 +9,7 @@ says by how much. The folder is read back and compared with its source before it
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def convert(
         CheckpointError: the target cannot express the checkpoint, a file is damaged, or another
             process writes to `out`; nothing is left.
     """
-    source, out = locate_source(source), Path(out)
+    source, out = locate_source(source), Path(os.path.expanduser(out))
     to = Destination(out, force, shard_bytes, progress)
     if source.resolve().is_relative_to(out.resolve()):
         raise CheckpointError(f"{out} holds the source {source}; choose another output path")
@@ -130,7 +131,7 @@ def _convert(
         return Conversion(modules=done.kept, scale_rounding=0.0, notes=notes)
     refuse_pickle(source)
     if tables is not None:
-        return import_tables(source, Path(tables), to)
+        return import_tables(source, Path(os.path.expanduser(tables)), to)
     config, quantization, *_ = read_config(source)
     if target != "gguf":
         _refuse_stored_merged(source, config)

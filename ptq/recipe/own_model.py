@@ -148,7 +148,7 @@ def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
 
     A file that exists wins over a name. What is neither is given back as a path.
     """
-    path = folder / name
+    path = folder / os.path.expanduser(name)
     return path if path.is_file() else shipped_paths().get(Path(name).as_posix(), path)
 
 

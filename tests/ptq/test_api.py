@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import ptq
+from ptq.convert.convert import convert
 from ptq.recipe.reading import load_recipe
 from tests.e2e.test_packaging import write_stand_in
 from tests.families import but_in_ci
@@ -87,16 +88,23 @@ except EngineError as error:
     assert "another project's package of that name" in fresh(code, tmp_path)
 
 
-def test_a_recipe_is_quantized_from_python(tmp_path, tiny_llama):
+def test_a_recipe_is_quantized_from_python(tmp_path, tiny_llama, monkeypatch):
+    """Paths may begin with ~, as in a shell."""
     write_recipe(tmp_path, tiny_llama)
+    monkeypatch.setenv("HOME", str(tmp_path))
     made = ptq.quantize(
-        str(tmp_path / "r.yaml"), overrides=["scheme=w4"], output=tmp_path / "file", progress=False
+        "~/r.yaml", overrides=["scheme=w4"], output=tmp_path / "file", progress=False
     )
     recipe = load_recipe(tmp_path / "r.yaml", ["scheme=w4"])
-    again = ptq.quantize(recipe, output=tmp_path / "object", progress=False)
+    again = ptq.quantize(recipe, output="~/object", progress=False)
     files = [path / "model.safetensors" for path in (made.checkpoint, again.checkpoint)]
     assert files[0].parent == tmp_path / "file" / "checkpoint"
     assert files[0].read_bytes() == files[1].read_bytes()
+    convert("~/object/checkpoint", "~/gptq", "gptq")
+    convert("~/object/checkpoint", "~/model.gguf", "gguf")
+    convert("~/model.gguf", "~/floats", "float")
+    assert {"gptq", "floats", "model.gguf"} <= {path.name for path in tmp_path.iterdir()}
+    assert ptq.Engine.from_pretrained("~/model.gguf").tokenizer is not None
     assert ptq.Checkpoint.open(made.checkpoint).scheme.wac == "w4"
     engine = ptq.Engine.from_pretrained(made.checkpoint)
     (answer,) = engine.generate(["def f"], ptq.SamplingParams(max_tokens=3))
