@@ -19,8 +19,9 @@ missing, extra, of another shape, not finite or not positive is refused by name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Self
@@ -36,7 +37,7 @@ from formats.checkpoint.kv_scales import read_cache, read_sinks
 from formats.checkpoint.native import only_here
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError
-from formats.families.registry import predicting_layer
+from formats.families.registry import BLOCKS, predicting_layer, uncounted_blocks
 from formats.files import find_file
 from formats.foreign.folder import named
 from formats.hub import locate_folder
@@ -50,6 +51,7 @@ from formats.stored.weights import StoredWeight, expect, join_weights, read_weig
 
 SCALE_TABLE = "quant/scale_table.json"
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+log = logging.getLogger("ptq.formats")
 
 
 class Checkpoint(NamedTensors):
@@ -130,6 +132,8 @@ class Checkpoint(NamedTensors):
                 "checkpoint again with its folder quant/, or open it without verifying it"
             )
         checkpoint = cls(path, contents, quantized_kv)
+        if more := uncounted_blocks(contents.config, contents.files):
+            _warn_of_blocks(path, contents.config[BLOCKS], more)
         if not contents.foreign:  # what its own layout asks for has been checked
             check_quantized(checkpoint, contents.files)
         if checkpoint.scale_table is not None:
@@ -287,6 +291,15 @@ class Checkpoint(NamedTensors):
         if file is not None:
             return read_tensor(file, name).float()
         raise CheckpointError(f"{name} is missing from {self.path}; write the checkpoint again")
+
+
+@cache  # once, however often it is opened
+def _warn_of_blocks(path: Path, blocks: int, more: int) -> None:
+    log.warning(
+        "%s: num_hidden_layers of config.json is %d, and the files hold tensors of %d more; these "
+        "are left out. Where the model has them, correct num_hidden_layers",
+        *(path, blocks, more),
+    )
 
 
 def _read_scales(files: Mapping[str, TensorFile], names: Sequence[str]) -> list[Tensor]:

@@ -27,6 +27,7 @@ FAMILIES = _collect()
 BY_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES for kind in family.model_types}
 CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict("
 MOST_LAYERS, BLOCKS = 10_000, "num_hidden_layers"
+NUMBERED = re.compile(r"model\.layers\.(\d+)\.")
 MODEL_TYPES = tuple(BY_TYPE)
 DOCUMENT = Path(__file__).parent / "README.md"
 COLUMNS = ("family", "smoothing", "CPU", "GPU", "cache", "transformers", "vLLM")
@@ -147,6 +148,18 @@ def predicting_layer(config: Mapping[str, Any], name: str) -> str | None:
     number, _, rest = name.removeprefix(f"{listed}.").partition(".")
     within = name.startswith(f"{listed}.") and number.isdigit() and bool(rest)
     return f"{listed}.{number}" if within and int(number) >= int(first) else None
+
+
+def uncounted_blocks(config: Mapping[str, Any], names: Iterable[str]) -> int:
+    """How many blocks have tensors of these names that config.json does not count.
+
+    Layers that predict further tokens are no such blocks.
+    """
+    counted, found = config.get(BLOCKS), (NUMBERED.match(name) for name in names)
+    if not isinstance(counted, int):
+        return 0
+    after = {part[0]: int(part[1]) for part in found if part}
+    return sum(i >= counted and predicting_layer(config, f"{n}x") is None for n, i in after.items())
 
 
 def numbered_on(config: Mapping[str, Any], name: str) -> str:

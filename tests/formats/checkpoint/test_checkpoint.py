@@ -12,11 +12,29 @@ from safetensors.torch import load_file, save_file
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
+from formats.families.registry import uncounted_blocks
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.scheme import PRESETS, Scheme
 from formats.stored.weights import StoredWeight
 from kernels.numerics import TYPES, dequantize, expand_scale, fake_quantize_activations
 from tests.conftest import write_quantized
+from tests.ptq.quantizing import edit_model
+
+
+def test_blocks_that_config_does_not_count_are_told_once(tiny_llama, tmp_path, caplog):
+    """Layers that a family is known to predict further tokens with are none."""
+    for name, count, warned in (("all", 2, 0), ("fewer", 1, 1)):
+        model = edit_model(tiny_llama, tmp_path / name, num_hidden_layers=count)
+        for _ in range(2):
+            Checkpoint.open(model)
+        assert len(caplog.messages) == warned
+    assert (
+        "num_hidden_layers of config.json is 1, and the files hold tensors of 1 more" in caplog.text
+    )
+    names = [f"model.layers.{i}.input_layernorm.weight" for i in range(5)] + ["mtp.fc.weight"]
+    kinds = {"llama": 2, "glm4_moe": 0, "deepseek_v3": 0, "qwen3_next": 0}
+    for kind, more in kinds.items():
+        assert uncounted_blocks({"model_type": kind, "num_hidden_layers": 3}, names) == more
 
 
 @pytest.fixture
