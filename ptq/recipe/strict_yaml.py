@@ -48,7 +48,8 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         key = ".".join(map(str, self.key))
-        return f"{self.origin}: {key}: {self.message}" if key else f"{self.origin}: {self.message}"
+        said = self.origin.source.startswith(f"--set {key}=")
+        return ": ".join([str(self.origin), *([key] if key and not said else []), self.message])
 
 
 @dataclass

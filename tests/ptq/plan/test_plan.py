@@ -145,7 +145,7 @@ def test_groups_that_do_not_divide_are_told_once(make_model, tmp_path):
     model = make_model("llama", hidden_size=192, intermediate_size=480, num_hidden_layers=3)
     given = "scheme=w4", "scheme.weights.group_size=128"
     (line,) = problems(tmp_path, model, "", *given)
-    assert line.startswith(f"--set {given[1]}: scheme.weights.group_size: 128 does not divide ")
+    assert line.startswith(f"--set {given[1]}: 128 does not divide ")
     assert " of 21 layers: model.layers.0.self_attn.q_proj (192), " in line
     assert line.endswith("more; 32 divides all inputs: auto takes what fits each layer")
     model = make_model("llama", intermediate_size=168)
@@ -269,8 +269,8 @@ def test_sequences_longer_than_the_model_and_missing_data(tiny_llama, tmp_path):
     )
     assert found == [
         "r.yaml:7: report.speed: found 500 prompt and 20 new tokens; the model has 512 positions",
-        "--set dataset.name=/nowhere/text.jsonl: dataset.name: no such file: /nowhere/text.jsonl",
-        "--set dataset.evaluation.sequence_length=513: dataset.evaluation.sequence_length: found 513; the model has 512 positions",
+        "--set dataset.name=/nowhere/text.jsonl: no such file: /nowhere/text.jsonl",
+        "--set dataset.evaluation.sequence_length=513: found 513; the model has 512 positions",
     ]
 
 
@@ -320,7 +320,7 @@ def test_all_problems_at_once(tiny_llama, tmp_path):
     assert [line.split(": ")[1] for line in found] == [
         "model.path",
         "ignore.0",
-        "dataset.calibration.sequence_length",
+        "found 600; the model has 512 positions",
     ]
 
 

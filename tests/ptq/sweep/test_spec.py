@@ -90,7 +90,7 @@ def test_every_task_that_cannot_run_is_told_before_any_runs(folder):
         plan_tasks(read_spec(write(folder, text)), folder)
     told = str(error.value)
     assert told.startswith("3 of 4 tasks cannot run")
-    assert "tiny-python/mine: --set scheme=w44: scheme" in told
+    assert "tiny-python/mine: --set scheme=w44: unknown" in told
     assert "other/w8_rtn: models: ./nowhere: model.path: no such folder" in told
     assert not (folder / "out").exists()
 
