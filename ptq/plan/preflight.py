@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from formats.modeling.layers import (
     tied_names,
 )
 from formats.scheme import LayerScheme
-from formats.stored.weights import scale_shape, storage_format
+from formats.stored.weights import needed_leaves, scale_shape, storage_format
 from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
 from ptq.methods.common.float_model import FloatModel, config_of, seen_as_floats
 from ptq.output import is_taken, kept_bytes
@@ -51,6 +51,7 @@ from ptq.recipe.strict_yaml import Key
 
 MODEL: Key = ("model", "path")
 ADAPTER: Key = ("model", "adapter")
+ENTRY = 90  # bytes of a tensor in the header of its file, at most, without its name
 
 
 def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
@@ -283,7 +284,7 @@ def predict_checkpoint(
     quantized: Mapping[str, LayerScheme],
     caches: Sequence[KVCacheSpec | None],
 ) -> int:
-    """Bytes of the weights that will be written, with their scales.
+    """Bytes of the weight files that will be written, with scales and headers.
 
     A quantized layer [out, in] takes its bits an element, its scales and zero points, and an fp32
     scale for a static input; all else keeps its type. A static cache takes fp32 scales, and one
@@ -294,24 +295,35 @@ def predict_checkpoint(
         quantized: Schemes of quantized layers by full name.
         caches: How the cache of each block is quantized.
     """
-    total, shared = 0, shared_embedding(checkpoint, quantized)
+    total, written, shared = 0, list[str](), shared_embedding(checkpoint, quantized)
     for name in checkpoint.names():
         shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
         module, _, leaf = name.rpartition(".")
-        scheme = quantized.get(head_name(checkpoint.config) if name == shared else module)
+        module = head_name(checkpoint.config) if name == shared else module
+        scheme = quantized.get(module)
         if scheme is not None and leaf == "weight":
             total += weight_bytes(scheme, (shape[0], shape[1]), dtype)
+            leaves = [*needed_leaves(scheme), *["input_scale"] * scheme.static_input]
+            written += [f"{module}.{own}" for own in leaves]
         else:
             total += math.prod(shape) * dtype.itemsize
-    for spec, own in zip(caches, cached_of_blocks(checkpoint.config), strict=True):
+            written.append(name)
+    attentions, cached = attention_names(checkpoint.config), cached_of_blocks(checkpoint.config)
+    for attention, spec, own in zip(attentions, caches, cached, strict=True):
         if spec is None or own is None:
             continue
         sizes: dict[CacheRole, int] = {"k_cache": own.k, "v_cache": own.v}
         for role, size in () if spec.dynamic else sizes.items():
             total += 4 * math.prod(spec.scale_shape(role, own.heads, size, latent=own.latent))
+            written.append(f"{attention}.{role}")
         total += 4 * own.heads * own.k if spec.center_keys else 0
         total += 4 * own.heads * own.k**2 if spec.compensate_keys else 0
-    return total
+    return total + header_bytes(written)
+
+
+def header_bytes(names: Iterable[str]) -> int:
+    """Bytes that tensors of these names take at most in the headers of their files."""
+    return sum(len(name) + ENTRY for name in names)
 
 
 def weight_bytes(scheme: LayerScheme, shape: tuple[int, int], dtype: torch.dtype) -> int:

@@ -29,7 +29,7 @@ run again. The mean KL divergence between the two is the cost, in the same nats 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -52,7 +52,7 @@ from ptq.output import COSTS_FILE
 from ptq.pipeline.artifact import Found
 from ptq.plan.modules import ModulePlan, head_weight
 from ptq.plan.plan import Plan
-from ptq.plan.preflight import predict_checkpoint, weight_bytes
+from ptq.plan.preflight import header_bytes, predict_checkpoint, weight_bytes
 from ptq.recipe.budget import Target
 
 SCHEMES = {
@@ -169,8 +169,7 @@ class Costs(Strict):
         key: Of the run that it was counted in; another run's costs are not taken.
         rounding: The method that rounded weights.
         schemes: Candidates by their short names.
-        fixed_bytes: Of the weight files, without the groups: what stays as it is.
-        headers: That the headers of these files take at most, beside all tensors.
+        fixed_bytes: Of the weight files, without the groups: what stays as it is, and headers.
         head: Full name of the head, if it is one of them.
     """
 
@@ -178,7 +177,6 @@ class Costs(Strict):
     rounding: str
     schemes: dict[str, LayerScheme]
     fixed_bytes: int
-    headers: int = 0
     groups: tuple[GroupCosts, ...]
     head: str | None = None
 
@@ -263,24 +261,17 @@ def gather(
     alone += 0 if head is None else head.candidates[0].nbytes
     heads = {} if head is None else {c.scheme: SCHEMES[c.scheme] for c in head.candidates}
     fitting = {cost.scheme for group in groups for cost in group.candidates}
+    rounded = [*quantized, *([] if head is None else [head.label])]
+    more = [f"{name}.weight_packed" for name in rounded for _ in range(2)]  # scales and shape
     return Costs(
         key=key,
         rounding=spec.rounding,
         schemes=heads
         | {name: s for name, s in zip(names, spec.schemes, strict=True) if name in fitting},
-        fixed_bytes=predict_checkpoint(model, {}, caches) - alone,
-        headers=_headers(model, quantized),
+        fixed_bytes=predict_checkpoint(model, {}, caches) - alone + header_bytes(more),
         head=None if head is None else head.label,
         groups=groups if head is None else (*groups, head),
     )
-
-
-def _headers(model: FloatModel, quantized: Collection[str]) -> int:
-    """Bytes that the headers of the weight files take at most: an entry for each tensor, and of a
-    quantized layer two more, its scales and its shape.
-    """
-    names = [*model.names(), *(f"{name}.weight_packed" for name in quantized for _ in range(2))]
-    return sum(len(name) + ENTRY for name in names)
 
 
 def _group(
@@ -319,7 +310,6 @@ def _group(
 
 
 SAMPLES = 8  # calibration sequences that are compared
-ENTRY = 90  # bytes of a tensor in the header of its file, most of them, without its name
 ROWS = 256  # tokens whose logits are compared at once
 
 

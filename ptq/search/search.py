@@ -340,7 +340,7 @@ def _scale(budget: BudgetSpec, value: float) -> float | None:
 def _within(found: Frontier, budget: BudgetSpec, costs: Costs) -> Point:
     """The least loss of at most so many bytes."""
     name, value = budget.limit
-    room = value - costs.fixed_bytes - costs.headers
+    room = value - costs.fixed_bytes
     if name == "bits":
         head = (group.candidates[0] for group in costs.groups if group.label == costs.head)
         room = value * costs.elements / 8 + sum(cost.nbytes for cost in head)
@@ -351,7 +351,7 @@ def _within(found: Frontier, budget: BudgetSpec, costs: Costs) -> Point:
 
 
 def _unreachable(least: Point, budget: BudgetSpec, costs: Costs) -> str:
-    size = least.nbytes + costs.fixed_bytes + costs.headers
+    size = least.nbytes + costs.fixed_bytes
     of_blocks = sum(
         group.candidates[i].nbytes
         for group, i in zip(costs.groups, least.choice, strict=True)

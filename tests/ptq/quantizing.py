@@ -33,6 +33,7 @@ from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import block_work, observe
 from ptq.pipeline.resume import ResumableRun
 from ptq.plan.plan import Plan, build_plan
+from ptq.plan.preflight import header_bytes
 from ptq.recipe.schema import (
     LayersSpec,
     ModelSpec,
@@ -229,11 +230,16 @@ def goes_on(
     return found
 
 
-def tensor_bytes(folder: Path) -> int:
-    """Bytes of a checkpoint's tensors, scales of the cache included."""
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a checkpoint's tensors, scales of the cache included, and at most of headers."""
     checkpoint = Checkpoint.open(folder)
-    scales = sum(scale.nbytes for pair in checkpoint.kv_scales.values() for scale in pair)
-    return scales + sum(checkpoint.tensor(name).nbytes for name in checkpoint.names())
+    scales = [scale for pair in checkpoint.kv_scales.values() for scale in pair]
+    tensors = [checkpoint.tensor(name) for name in checkpoint.names()]
+    found = sum(tensor.nbytes for tensor in (*scales, *tensors))
+    names = [f"{a}.{role}" for a in checkpoint.kv_scales for role in ("k_cache", "v_cache")]
+    most = header_bytes([*checkpoint.names(), *names])
+    assert found < checkpoint.nbytes <= found + most
+    return found + most
 
 
 def observed_work(plan: Plan, index: int = 0) -> BlockWork:

@@ -29,7 +29,7 @@ from tests.ptq.quantizing import (
     make_plan,
     quantized,
     scored,
-    tensor_bytes,
+    weight_bytes,
 )
 
 MODELS = {
@@ -144,7 +144,7 @@ def test_the_written_checkpoint_is_as_predicted_and_others_open_it(tiny_llama, t
     assert not torch.equal(
         checkpoint.tensor("lm_head.weight"), checkpoint.tensor("model.embed_tokens.weight")
     )
-    assert plan.prediction.checkpoint_bytes == tensor_bytes(result.checkpoint)
+    assert plan.prediction.checkpoint_bytes == weight_bytes(result.checkpoint)
     expected = transformers_logits(result.checkpoint, IDS)
     assert distance(Engine.from_pretrained(result.checkpoint).score(IDS), expected) < 0.01
     text = "\n".join([*describe_plan(plan, {}), *explain(plan, "*layers.0.*v_proj")])

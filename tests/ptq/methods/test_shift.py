@@ -21,7 +21,7 @@ from tests.ptq.quantizing import (
     make_plan,
     random_tokens,
     scored,
-    tensor_bytes,
+    weight_bytes,
 )
 
 SHIFTED = (ShiftSpec(), RTNSpec())
@@ -96,7 +96,7 @@ def test_it_lowers_the_error_and_others_open_the_checkpoint(make_model, tmp_path
         plan = make_plan(model, tmp_path / name, methods=methods)
         result = executed(plan)
         checkpoint = Checkpoint.open(result.checkpoint, verify=True)
-        assert plan.prediction.checkpoint_bytes == tensor_bytes(result.checkpoint)
+        assert plan.prediction.checkpoint_bytes == weight_bytes(result.checkpoint)
         found[name] = divergence(exact, scored(result.checkpoint))
         if name != "plain":
             assert checkpoint.config["attention_bias"] is True

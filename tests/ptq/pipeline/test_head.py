@@ -24,7 +24,7 @@ from ptq.pipeline.driver import solve
 from ptq.plan import modules
 from tests.fake_quantized import dequantized, fake_quantized_logits
 from tests.families import distance, transformers_logits
-from tests.ptq.quantizing import SMOOTH, executed, make_plan, quantize_head, tensor_bytes
+from tests.ptq.quantizing import SMOOTH, executed, make_plan, quantize_head, weight_bytes
 
 RTN = (RTNSpec(),)
 IDS = torch.arange(3, 40)
@@ -125,7 +125,7 @@ def test_the_prediction_is_what_is_written(tiny_llama, tmp_path):
         options = {"methods": methods, "ignore": (), "layers": {"lm_head": "w8"}}
         plan = make_plan(tiny_llama, tmp_path / name, "w4", **options)
         executed(plan)
-        assert plan.prediction.checkpoint_bytes == tensor_bytes(tmp_path / name / "checkpoint")
+        assert plan.prediction.checkpoint_bytes == weight_bytes(tmp_path / name / "checkpoint")
 
 
 def test_a_tied_head_is_made_float_again_and_converted_to_nothing_else(tiny_llama, tmp_path):

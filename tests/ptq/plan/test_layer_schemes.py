@@ -27,7 +27,7 @@ from ptq.report.inspection import describe, inspect
 from tests.experts import MOE
 from tests.fake_quantized import dequantized
 from tests.families import distance
-from tests.ptq.quantizing import executed, goes_on, make_plan, observed_work, opened, tensor_bytes
+from tests.ptq.quantizing import executed, goes_on, make_plan, observed_work, opened, weight_bytes
 
 DOWN, FIRST = "re:.*down_proj", r"re:.*layers\.0\."
 SMOOTH = SmoothQuantSpec(alpha=0.5)
@@ -229,4 +229,4 @@ def test_a_mixture_goes_on_to_the_same_bytes_and_the_size_is_as_predicted(tiny_l
     ]
     a, b = (partial(executed, plan) for plan in plans)
     found = goes_on(a(), b, by=KeyboardInterrupt)
-    assert tensor_bytes(found.checkpoint) == plans[0].prediction.checkpoint_bytes
+    assert weight_bytes(found.checkpoint) == plans[0].prediction.checkpoint_bytes

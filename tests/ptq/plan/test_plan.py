@@ -12,6 +12,7 @@ from formats.errors import PTQError, RecipeError
 from formats.families.registry import MODEL_TYPES
 from ptq.evaluate.comparison import report_devices
 from ptq.plan.plan import Plan, SmoothingGroup, build_plan, plan_recipe
+from ptq.plan.preflight import header_bytes
 from ptq.recipe.reading import load_recipe, read_recipe
 from ptq.recipe.schema import Recipe
 from tests.ptq.quantizing import edit_config
@@ -108,13 +109,16 @@ def test_ignored_layers_stay_in_float_and_so_does_the_head(tiny_llama, tmp_path)
     }
 
 
-def test_predicted_bytes_are_those_of_the_tensors(tiny_llama, tmp_path):
+def test_predicted_bytes_are_those_of_the_tensors_and_of_headers(tiny_llama, tmp_path):
     linears = 4 * 128 * 128 - 2 * 64 * 128 + 3 * 128 * 256  # elements of a block's layers
     channels = 2 * 128 + 2 * 64 + 2 * 256 + 128
     norms, embedding = 2 * (2 * 128 * 2) + 128 * 2, 384 * 128 * 2
     kv = 2 * 2 * 2 * 4  # blocks, K and V, heads, fp32
     expected = 2 * (linears + 4 * (channels + 7)) + norms + embedding + kv
-    assert plan(tmp_path, tiny_llama).prediction.checkpoint_bytes == expected
+    made = plan(tmp_path, tiny_llama)
+    names = [*Checkpoint.open(tiny_llama).names(), *(4 * ["model.layers.0.self_attn.k_cache"])]
+    names += [f"{m}.{leaf}" for m in made.quantized for leaf in ("input_scale", "weight_scale")]
+    assert made.prediction.checkpoint_bytes == expected + header_bytes(names)
 
 
 @pytest.mark.parametrize(
