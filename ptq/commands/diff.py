@@ -85,9 +85,10 @@ def flatten(value: Any, key: str = "") -> dict[str, Any]:
 
 
 def diff_values(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
-    """A line for each key whose value differs, or that only one has."""
-    for key in [*a, *(key for key in b if key not in a)]:
-        left, right = (repr(side[key]) if key in side else "absent" for side in (a, b))
+    """A line for each key whose value differs, or that only one has; null and empty is absent."""
+    for key in a | b:
+        values = (side.get(key) for side in (a, b))
+        left, right = ("absent" if own in (None, [], {}) else repr(own) for own in values)
         if left != right:
             yield f"{key}: {left} -> {right}"
 

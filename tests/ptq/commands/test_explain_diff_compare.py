@@ -52,6 +52,11 @@ def test_diff_of_recipes(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "scheme.activations.granularity: absent -> 'per_token'" in lines
     assert not any("weights" in line for line in lines)
+    assert diff.main([str(RECIPES / "w4_rtn.yaml"), str(RECIPES / "c8.yaml")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "scheme.kv_cache.dtype: absent -> 'int8'" in lines
+    assert not [line for line in lines if "None" in line or "absent -> absent" in line]
+    assert not {"scheme.kv_cache", "scheme.weights"} & {line.split(":")[0] for line in lines}
     refused_request(r"recipes is a folder and .*\.yaml is not", diff.main, [a, str(RECIPES)])
 
 
