@@ -139,14 +139,14 @@ def check_manifest(folder: Path, verify: bool) -> bool:
     return manifest is not None
 
 
-def read_config(path: Path) -> ConfigFile:
-    """config.json of a folder.
+def read_config(path: Path, name: str = CONFIG) -> ConfigFile:
+    """config.json of a folder, or what has another name in it.
 
     Raises:
         CheckpointError: there is none, it is damaged, or the model needs code of its own.
     """
     remedy = "Correct it, or copy that of the original model"
-    config = read_document(path, CONFIG, dict[str, Any], remedy)
+    config = read_document(path, name, dict[str, Any], remedy)
     if config is None:
         refuse_other_kinds(path)
         inner = sorted(found.parent for found in path.glob(f"*/{CONFIG}"))
@@ -158,15 +158,15 @@ def read_config(path: Path) -> ConfigFile:
     if quantization is None:
         quantization, settings = _settings_beside(path)
     if quantization is not None and not isinstance(quantization, dict):
-        raise CheckpointError(f"{path / CONFIG}: quantization_config is not an object. {remedy}")
+        raise CheckpointError(f"{path / name}: quantization_config is not an object. {remedy}")
     layout = find_layout(config)
     if layout is not None:
         found = _published(path, layout, config, quantization, remedy)
         return found._replace(settings=settings)
-    check_model_values(config, f"{path / CONFIG} is not a valid configuration", remedy)
+    check_model_values(config, f"{path / name} is not a valid configuration", remedy)
     if needs_code(config):
         raise CheckpointError(
-            f"{path / CONFIG}: model_type {config.get('model_type')!r} needs code of its own "
+            f"{path / name}: model_type {config.get('model_type')!r} needs code of its own "
             "(auto_map, trust_remote_code), which is never run. Convert it to an architecture that "
             "transformers knows"
         )
@@ -174,7 +174,7 @@ def read_config(path: Path) -> ConfigFile:
         config.pop("auto_map", None)
     own = config.pop(OWN_KEY, None)
     if own is not None:
-        own = check_values(own, OwnPart, f"{path / CONFIG}: {OWN_KEY}", remedy)
+        own = check_values(own, OwnPart, f"{path / name}: {OWN_KEY}", remedy)
     return ConfigFile(config, quantization, own, settings=settings)
 
 

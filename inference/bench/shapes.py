@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from formats.errors import RequestError, suggestion
 from formats.families.registry import find_family, unsupported
 from formats.foreign.mxfp4 import SCHEME as MXFP4
 from formats.scheme import PRESETS, LayerScheme, Scheme
-from formats.stored.folder import read_config
+from formats.stored.folder import CONFIG, read_config
 
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -109,21 +110,21 @@ def read_shape(text: str) -> tuple[str, dict[str, Any]]:
     """
     if text in SHAPES:
         return text, dict(SHAPES[text])
-    path = Path(text)
-    folder = path.parent if path.name == "config.json" else path
-    if not (folder / "config.json").is_file():
+    path = Path(os.path.expanduser(text))
+    path = path / CONFIG if path.is_dir() else path
+    if path.suffix != ".json" or not path.is_file():
         raise RequestError(
             f"shape: found {text!r}; {suggestion(text, SHAPES)}, or the path of a config.json or "
             "of a folder that holds one",
             "shape",
         )
-    config = read_config(folder).model
+    config = read_config(path.parent, path.name).model
     if find_family(config) is None:
         raise RequestError(
             f"shape: {unsupported(config, text)}; random checkpoints are made of these alone",
             "shape",
         )
-    return folder.resolve().name, config
+    return path.resolve().parent.name if path.name == CONFIG else path.stem, config
 
 
 def read_scheme(text: str) -> Scheme:

@@ -179,6 +179,11 @@ def test_a_shape_that_is_none_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="Invalid JSON"):
         read_shape(str(tmp_path / "config.json"))
+    (tmp_path / "mine.json").write_text(json.dumps(SHAPES["llama-3-8b"]))
+    name, config = read_shape(str(tmp_path / "mine.json"))
+    assert (name, config["hidden_size"]) == ("mine", 4096)
+    with pytest.raises(RequestError, match="allowed: "):
+        read_shape(str(tmp_path / "none.json"))
 
 
 def test_a_random_model_is_made_where_it_runs(monkeypatch):
