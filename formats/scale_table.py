@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -59,12 +59,36 @@ class ScaleEntry(Strict):
     sqnr_db: float | None
 
     @classmethod
-    def of(cls, tensor: str, role: Role, scale: Tensor, **about: Any) -> ScaleEntry:
-        """The row of a tensor of scales; what is not said `about` it was not measured."""
-        said = {"tokens": 0, "clip_fraction": 0.0, "sqnr_db": None} | about
-        low, high = scale.min().item(), scale.max().item()
-        ends = {"shape": tuple(scale.shape), "scale_min": low, "scale_max": high}
-        return cls(module=tensor.rpartition(".")[0], tensor=tensor, role=role, **ends, **said)
+    def of(
+        cls,
+        tensor: str,
+        role: Role,
+        scale: Tensor,
+        *,
+        dtype: str,
+        granularity: str,
+        statistic: str,
+        absmax: float,
+        tokens: int = 0,
+        clip_fraction: float = 0.0,
+        sqnr_db: float | None = None,
+    ) -> ScaleEntry:
+        """The row of a tensor of scales; what has a default was not measured without it."""
+        return cls(
+            module=tensor.rpartition(".")[0],
+            role=role,
+            dtype=dtype,
+            granularity=granularity,
+            shape=tuple(scale.shape),
+            tensor=tensor,
+            scale_min=scale.min().item(),
+            scale_max=scale.max().item(),
+            statistic=statistic,
+            absmax=absmax,
+            tokens=tokens,
+            clip_fraction=clip_fraction,
+            sqnr_db=sqnr_db,
+        )
 
 
 def unmeasured_entry(
@@ -85,8 +109,15 @@ def unmeasured_entry(
         absmax: The largest magnitude that it stands for.
         statistic: Where it is from.
     """
-    said = {"dtype": dtype, "granularity": granularity, "absmax": absmax, "statistic": statistic}
-    return ScaleEntry.of(tensor, role, scale, **said)
+    return ScaleEntry.of(
+        tensor,
+        role,
+        scale,
+        dtype=dtype,
+        granularity=granularity,
+        statistic=statistic,
+        absmax=absmax,
+    )
 
 
 class ScaleTable(Strict):

@@ -241,7 +241,7 @@ class FusedDecoder:
             pointer(adapters),
             None if loras is None else loras.address,
         )
-        if native.call("decoder_step", self._decoder, step):
+        if native.call("decoder_step", byref(self._decoder), byref(step)):
             raise MemoryError("no memory for the partial sums of attention")
         native.report(problem)
         return logits

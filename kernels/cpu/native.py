@@ -14,7 +14,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,10 +153,9 @@ def call(name: str, *arguments: Any) -> Any:
 
     Args:
         name: Without its prefix, such as `rope`.
-        arguments: Tensors go by the address of their data, structures by their own.
+        arguments: Tensors go by the address of their data, structures, by `_SIGNATURES`, by theirs.
     """
-    given = (pointer(own) if isinstance(own, Tensor) else own for own in arguments)
-    given = (byref(own) if isinstance(own, Structure) else own for own in given)
+    given = [own.data_ptr() if isinstance(own, Tensor) else own for own in arguments]
     return getattr(loaded(), f"ptq_{name}")(*given, torch.get_num_threads())
 
 

@@ -146,6 +146,8 @@ def test_golden_bytes(tmp_path):
         kind = {"dtype": "int8", "granularity": "per_channel", "statistic": "absmax"}
         seen = {"absmax": 63.5, "tokens": 0, "sqnr_db": None}
         row = ScaleEntry.of("m.q_proj.weight_scale", "weight", stored.scale, **kind, **seen)
+        with pytest.raises(TypeError, match="clipped"):  # a name that there is not
+            ScaleEntry.of("m.q_proj.weight_scale", "weight", stored.scale, **kind, clipped=0.5)
         writer.finish(ScaleTable(entries=(row,)))
     data = (tmp_path / "out" / "model.safetensors").read_bytes()
     header_size = int.from_bytes(data[:8], "little")
