@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.documents import read_document
-from formats.errors import CheckpointError
+from formats.documents import Values, read_document
 from formats.files import replace_file, sha256_file
 from formats.namespace import version
 from formats.scheme import Strict
@@ -26,6 +25,27 @@ from ptq.report.known import MARGIN, beside_margin, known_limit
 
 WEIGHTS = (".safetensors", ".gguf")
 AGAIN = "Certify the checkpoint again"
+
+
+NO_REPORT = "Measure it again with `ptq report`, or remove it"
+
+
+class _Check(Values):
+    name: str
+    limit: float
+
+
+class _Known(Values):
+    recipe: str
+    device: str
+    kl: float
+
+
+class _Report(Values):
+    """Of a run's report, of whichever version, what its limits are."""
+
+    checks: tuple[_Check, ...] = ()
+    known: _Known | None = None
 
 
 class Made(Strict):
@@ -85,23 +105,19 @@ def kl_limit(folder: Path, noise: float = 0.0) -> tuple[float, str]:
     It is the threshold of its run's report, or else what its scheme is known to lose, with the
     report's margin and what rounding alone makes (`ptq.report.known.rounding_noise`); where neither
     is there, that of any checkpoint.
+
+    Raises:
+        CheckpointError: the report is damaged.
     """
-    file = folder.absolute().parent / REPORT_FOLDER / "report.json"
-    try:
-        report = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        checks = {check["name"]: check["limit"] for check in report.get("checks", ())}
-        known = report.get("known")
-    except (ValueError, TypeError, KeyError):
-        raise CheckpointError(
-            f"{file}: it is no report. Measure it again with `ptq report`, or remove it"
-        ) from None
-    if known:
-        kl = known["kl"]
-        limit = known_limit(kl, known["device"], noise)
-        more = beside_margin(kl, limit)
-        return limit, f"{MARGIN:g} times what {known['recipe']} is known to lose{more}"
-    if "kl" in checks:
-        return checks["kl"], "the threshold of its recipe"
+    place = folder.absolute().parent / REPORT_FOLDER
+    report = read_document(place, "report.json", _Report, NO_REPORT) or _Report()
+    if known := report.known:
+        limit = known_limit(known.kl, known.device, noise)
+        more = beside_margin(known.kl, limit)
+        return limit, f"{MARGIN:g} times what {known.recipe} is known to lose{more}"
+    for check in report.checks:
+        if check.name == "kl":
+            return check.limit, "the threshold of its recipe"
     return MEAN_KL, "that of any checkpoint, as nothing is known of its scheme"
 
 

@@ -214,8 +214,13 @@ def test_the_limit_is_that_of_the_runs_report(tmp_path):
     assert noisy == (0.022, "2 times what w4 is known to lose and the rounding of bf16")
     report.write_text(json.dumps({"known": known | {"device": "NVIDIA H100"}}))
     assert kl_limit(folder, 0.002) == kl_limit(folder)
-    report.write_text("no report")
-    refused_checkpoint("it is no report", kl_limit, folder)
+    for text, fault in (
+        ("no", "Invalid JSON"),
+        ("[]", "should be an object"),
+        ('{"known": {}}', "missing"),
+    ):
+        report.write_text(text)
+        refused_checkpoint(rf"report\.json: .*{fault}.* `ptq report`", kl_limit, folder)
 
 
 def test_cases_are_the_seeds_and_fit_their_length(own):
