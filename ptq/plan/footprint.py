@@ -114,7 +114,7 @@ class Footprint:
     @property
     def _state_bytes(self) -> int:
         """Of the hidden states of all samples; pinned memory comes in powers of two."""
-        sample = FLOAT * _sample_tokens(self.recipe) * self.blocks[0].hidden
+        sample = FLOAT * _sample_tokens(self.recipe) * max(block.row for block in self.blocks)
         held = 1 << (sample - 1).bit_length() if self.on_gpu else sample
         return self._schedule.samples * held
 
@@ -123,11 +123,14 @@ class Footprint:
 
         A block's inputs and outputs while it is solved (refinement has targets, too); or what is
         left of them and its bytes while they are stored. A GPU's pinned copies stay for reuse.
+        Beside them is what each block is handed of each sample.
         """
+        handed = sum(block.handed for block in self.blocks)
+        beside = FLOAT * self._schedule.samples * _sample_tokens(self.recipe) * handed
         solving = 2 + (2 if self._copies == 2 else 0)
         storing = self._copies if self._schedule.needs_data else 0
         sets = solving + storing if self.on_gpu else max(solving, self._copies + storing)
-        return sets * self._state_bytes
+        return sets * self._state_bytes + beside
 
     def _block_work(self) -> int:
         """Bytes of the step of the largest block that takes most, where it runs."""
@@ -235,7 +238,7 @@ class _Backward:
         """Bytes of the hidden states before every block, fp32, of what is run backward."""
         if not self.schedule.gradients:
             return 0
-        return FLOAT * self._tokens * self.blocks[0].hidden * len(self.blocks)
+        return FLOAT * self._tokens * sum(block.row for block in self.blocks)
 
     @property
     def _filed(self) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PretrainedConfig
 
+from calibrate.handed import rows_of_blocks
 from formats.checkpoint.targets import is_ignored
 from formats.families.groups import SmoothingGroup, SmoothingKind
 from formats.families.names import by_block
@@ -37,6 +38,7 @@ from formats.modeling.layers import (
     query_elements,
     routers_of,
     stored_names,
+    structure_of,
     tied_names,
 )
 from formats.scheme import LayerScheme, Strict
@@ -214,6 +216,9 @@ class BlockShape:
         targets: Those that are quantized.
         elements: Of all its tensors.
         hidden: Width of the residual stream.
+        row: Elements that are kept of a token before it: hidden states, of which Gemma 3n has
+            several, and K and V of blocks before that it or later ones read.
+        handed: Elements of a token that its code is handed beside, such as an embedding of its own.
         query: Elements of all query heads of a token.
         cached: Elements of K of a token, and of V: the more of the two.
         kv_heads: Heads of K, and of V.
@@ -226,6 +231,8 @@ class BlockShape:
     targets: tuple[str, ...]
     elements: int
     hidden: int
+    row: int
+    handed: int
     query: int
     cached: int
     kv_heads: int
@@ -281,8 +288,12 @@ def block_shapes(
     """
     elements, names, targets = by_block(source.names()), by_block(layers), by_block(quantized)
     of_blocks = dict(zip(blocks, cached_of_blocks(source.config), strict=True))
-    is_router = routers_of(source.config)
-    for block in blocks:
+    is_router, text = routers_of(source.config), config.get_text_config()
+    hidden, lent = text.hidden_size, [0] * len(blocks)
+    if find_family(source.config) is None:
+        rows = rows_of_blocks(structure_of(source.config), "", None)
+        lent = [row.lent for row in rows]
+    for block, also in zip(blocks, lent, strict=True):
         own = of_blocks[block] or Cached(0, 0, 0)
         inside = {name: layers[name] for name in names[block] if not is_router(name)}
         yield BlockShape(
@@ -292,7 +303,9 @@ def block_shapes(
             smoothed=tuple(group for group in smoothed if group.block == block),
             targets=tuple(targets.get(block, ())),
             elements=sum(math.prod(source.shape(name)) for name in elements.get(block, ())),
-            hidden=config.get_text_config().hidden_size,
+            hidden=hidden,
+            row=hidden * getattr(text, "altup_num_inputs", 1) + also,
+            handed=getattr(text, "hidden_size_per_layer_input", 0) or 0,
             query=query_elements(source.config, block),
             cached=own.heads * max(own.k, own.v),
             kv_heads=own.heads,

@@ -31,6 +31,7 @@ from formats.families.registry import MODEL_TYPES, find_family, is_causal_lm, un
 from formats.gguf.metadata import model_metadata, require_writer, tokenizer_metadata
 from formats.modeling.layers import (
     attention_names,
+    attention_of_blocks,
     cached_of_blocks,
     head_name,
     positions_of,
@@ -308,8 +309,9 @@ def predict_checkpoint(
         else:
             total += math.prod(shape) * dtype.itemsize
             written.append(name)
-    attentions, cached = attention_names(checkpoint.config), cached_of_blocks(checkpoint.config)
-    for attention, spec, own in zip(attentions, caches, cached, strict=True):
+    config = checkpoint.config
+    cached = zip(attention_of_blocks(config), cached_of_blocks(config), caches, strict=True)
+    for attention, own, spec in cached:
         if spec is None or own is None:
             continue
         sizes: dict[CacheRole, int] = {"k_cache": own.k, "v_cache": own.v}

@@ -8,14 +8,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
+from formats.families.registry import block_names
+from formats.modeling.model import meta_model
 from inference.config import EngineConfig
 from inference.engine import Engine
 from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
+from ptq.plan.modules import block_shapes, layer_shapes
 from tests.conftest import write_random, write_tokenizer
 from tests.families import check_rounding, distance, divergence, transformers_logits
 from tests.gemma4 import ALL, LAYOUTS, TEXT, write_tiny
+from tests.ptq.plan.test_footprint import predict
 from tests.ptq.quantizing import SMOOTH, goes_on, make_plan, random_tokens
 from tests.ptq.quantizing import quantized as run
 from tests.tiny_models import tiny_config
@@ -60,6 +65,33 @@ def test_only_layers_with_a_cache_have_scales_of_it(made, tmp_path):
     assert [k.shape for k, _ in checkpoint.kv_scales.values()] == [(2,), (2,)]
     wanted = transformers_logits(made("shared"), IDS)
     check_rounding(checkpoint, IDS, wanted, 0.5)
+
+
+@pytest.mark.parametrize("layout", ALL)
+def test_what_is_kept_of_a_token_is_what_was_predicted(made, layout):
+    """Several hidden states, K and V for later blocks, and an embedding of each block's own."""
+    checkpoint, config = Checkpoint.open(made(layout)), AutoConfig.from_pretrained(made(layout))
+    linears = dict(layer_shapes(meta_model(config), checkpoint.config))
+    names = block_names(checkpoint.config)
+    stream = BlockStream(config, checkpoint.tensor)
+    stream.start([IDS])
+    for index, shape in enumerate(block_shapes(checkpoint, config, linears, (), names, ())):
+        block = stream.load(index)
+        own = [part for each in block.handed.own for part in each.values()]
+        assert stream.inputs[0].shape == (len(IDS), shape.row)
+        assert sum(part.numel() for part in own) == len(IDS) * shape.handed
+        stream.advance(block)
+
+
+def test_memory_and_disk_are_predicted_of_all_that_is_kept(made, tmp_path):
+    few, many = (
+        predict(tmp_path, made("gemma3n"), "a8w8", samples=count, length=64) for count in (64, 512)
+    )
+    text = AutoConfig.from_pretrained(made("gemma3n"))
+    row, handed = text.altup_num_inputs * text.hidden_size, text.hidden_size_per_layer_input
+    more = 4 * 64 * (512 - 64)
+    assert many.disk_bytes - few.disk_bytes >= 2 * more * row
+    assert many.memory_bytes - few.memory_bytes >= more * (2 * row + handed)
 
 
 def test_what_is_quantized_and_what_folds_into_what(made, tmp_path):
