@@ -195,7 +195,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own.error("--stream goes with --prompt; the rows of --input are written at the end")
     if arguments.prompt is not None:
         if (given := len(arguments.prompt)) > 1:
-            own.error(f"found {given} of --prompt, which is one; give one, or rows by --input")
+            own.error(f"found {given} of --prompt; give one, or --input with a file of rows")
         if len(arguments.adapter) > 1:
             own.error("--prompt runs with one --adapter; give one, or rows that name them")
         arguments.prompt = arguments.prompt[0]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -131,9 +132,11 @@ class Checkpoint(NamedTensors):
                 f"{path}: {MANIFEST} is missing, without which nothing can be verified. Copy the "
                 "checkpoint again with its folder quant/, or open it without verifying it"
             )
-        checkpoint = cls(path, contents, quantized_kv)
         if more := uncounted_blocks(contents.config, contents.files):
-            _warn_of_blocks(path, contents.config[BLOCKS], more)
+            _warn_of_blocks(path, contents.config[BLOCKS], len(more))
+            files = {n: file for n, file in contents.files.items() if not n.startswith(more)}
+            contents = replace(contents, files=files)
+        checkpoint = cls(path, contents, quantized_kv)
         if not contents.foreign:  # what its own layout asks for has been checked
             check_quantized(checkpoint, contents.files)
         if checkpoint.scale_table is not None:

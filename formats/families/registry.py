@@ -150,16 +150,17 @@ def predicting_layer(config: Mapping[str, Any], name: str) -> str | None:
     return f"{listed}.{number}" if within and int(number) >= int(first) else None
 
 
-def uncounted_blocks(config: Mapping[str, Any], names: Iterable[str]) -> int:
-    """How many blocks have tensors of these names that config.json does not count.
+def uncounted_blocks(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
+    """How names begin, of these tensors, that are of blocks which config.json does not count.
 
     Layers that predict further tokens are no such blocks.
     """
     counted, found = config.get(BLOCKS), (NUMBERED.match(name) for name in names)
     if not isinstance(counted, int):
-        return 0
+        return ()
     after = {part[0]: int(part[1]) for part in found if part}
-    return sum(i >= counted and predicting_layer(config, f"{n}x") is None for n, i in after.items())
+    more = (name for name, number in after.items() if number >= counted)
+    return tuple(name for name in more if predicting_layer(config, f"{name}x") is None)
 
 
 def numbered_on(config: Mapping[str, Any], name: str) -> str:

@@ -17,8 +17,10 @@ from formats.scale_table import ScaleEntry, ScaleTable
 from formats.scheme import PRESETS, Scheme
 from formats.stored.weights import StoredWeight
 from kernels.numerics import TYPES, dequantize, expand_scale, fake_quantize_activations
+from ptq.methods.rtn import RTNSpec
 from tests.conftest import write_quantized
 from tests.ptq.quantizing import edit_model
+from tests.ptq.quantizing import quantized as run
 
 
 def test_blocks_that_config_does_not_count_are_told_once(tiny_llama, tmp_path, caplog):
@@ -34,7 +36,9 @@ def test_blocks_that_config_does_not_count_are_told_once(tiny_llama, tmp_path, c
     names = [f"model.layers.{i}.input_layernorm.weight" for i in range(5)] + ["mtp.fc.weight"]
     kinds = {"llama": 2, "glm4_moe": 0, "deepseek_v3": 0, "qwen3_next": 0}
     for kind, more in kinds.items():
-        assert uncounted_blocks({"model_type": kind, "num_hidden_layers": 3}, names) == more
+        assert len(uncounted_blocks({"model_type": kind, "num_hidden_layers": 3}, names)) == more
+    found = run(tmp_path / "fewer", tmp_path / "out", "w8", methods=(RTNSpec(),)).checkpoint
+    assert not [n for n in Checkpoint.open(found).names() if n.startswith("model.layers.1.")]
 
 
 @pytest.fixture
