@@ -6,14 +6,21 @@ matrices. With x [tokens, hidden] in the residual stream and a linear layer y = 
 
     R1   the stream is x R1: embedding E R1, readers (q, k, v, gate, up, routers) W diag(g) R1,
          writers (o, down) R1^T W with biases b R1, lm_head W diag(g) R1
-    R2   each KV head's values are v R2: v R2^T W with biases b R2, o's columns of each head W R2
+    R2   each KV head's values are v D^-1 R2: v R2^T D^-1 W with biases b D^-1 R2, o's columns of
+         each head W D R2
 
 where g is what the norm before a reader multiplies by: its weight w, or 1 + w. RMSNorm(x R1) =
 RMSNorm(x) R1 only once that is 1, so it moves into the readers; the final norm's moves into
 lm_head, which can then no longer be the embedding: tied weights are untied. Factors of embedding,
 sub-layers and logits commute with all of it. Queries and keys stay as they are, and with them
 rotary embedding and the norms that some families (Qwen3) have of q and k: R1 cancels inside of the
-projections before them. R2 passes through attention, which mixes tokens and not channels.
+projections before them. D and R2 pass through attention, which mixes tokens and not channels.
+
+D is diagonal. Rounding turned values brings noise of one power to all channels, proportional to
+sum_j (v_j / D_j)^2, of which o reads sum_j (D_j |o_j|)^2: by Cauchy and Schwarz their product is
+least where D_j^2 = |v_j| / |o_j|. A channel that is large in v and small in o
+would otherwise bring its noise to all others. |v_j| is the norm of the row of W diag(g) with its
+bias: what normed inputs, whose mean square is 1, give in the mean.
 
 Everything is folded into weights: products are made in fp64, and rounding them to the checkpoint's
 type is all that is lost. The inputs of down_proj are not rotated: that would take a product when
@@ -147,6 +154,7 @@ class RotatedCheckpoint(FloatModelView):
         self.r2 = random_rotation(head, spec.seed + 1) if spec.values else None
         tied = bool(config.get("tie_word_embeddings", HEAD not in source))
         self.unties = spec.residual and tied
+        self._balances: dict[str, Tensor] = {}  # by the attention's name
         self._unturned = self._check_names()
 
     @property
@@ -199,13 +207,15 @@ class RotatedCheckpoint(FloatModelView):
             return torch.full_like(stored, 1 - self.family.norms.offset)
         rows, columns = self._rotations(name, module)
         if rows is not None:  # [out, in] or, of a bias, [out]
-            turned = stored.double()
-            stored = _rotated(turned.T, rows).T if leaf == "weight" else _rotated(turned, rows)
+            turned = stored.double().T if leaf == "weight" else stored.double()
+            turned = turned / self._balance(name).flatten() if rows is self.r2 else turned
+            turned = _rotated(turned, rows)
+            stored = turned.T if leaf == "weight" else turned
         dtype = self.dtype(name)
         if leaf != "weight" or (columns is None and rows is None):
             return stored.to(dtype)
-        norm = self._norm(name, module)
-        parts = [_rotated(part.double() * norm, columns) for part in stored.split(ROWS)]
+        factors = self._factors(name, module)
+        parts = [_rotated(part.double() * factors, columns) for part in stored.split(ROWS)]
         return torch.cat([part.to(dtype) for part in parts])
 
     def _rotations(self, name: str, module: str) -> tuple[Tensor | None, Tensor | None]:
@@ -218,14 +228,42 @@ class RotatedCheckpoint(FloatModelView):
         columns = self.r1 if module in family.readers else None
         return rows, self.r2 if role == "o" else columns
 
+    def _factors(self, name: str, module: str) -> Tensor:
+        """What a layer's columns take over before they turn, fp64 [in]; 1 for nothing."""
+        if self.r2 is not None and module == self.family.attention.o:
+            balance = self._balance(name)
+            groups = self.shape(name)[1] // balance.numel()  # query heads that read one KV head
+            return balance.repeat_interleave(groups, dim=0).flatten()
+        return torch.ones(()).double() if self.r1 is None else self._norm(name, module)
+
+    def _balance(self, name: str) -> Tensor:
+        """D of the attention that a tensor of v or o is in, fp64 [kv heads, head size]."""
+        attention, size = name.rsplit(".", 2)[0], heads_of(self.source.config).size
+        if attention not in self._balances:
+            layers = {role: layer for layer, role in self.family.attention.roles.items()}
+            v, o = (f"{attention}.{layers[role]}" for role in ("v", "o"))
+            factors = self._norm(f"{v}.weight", layers["v"])
+            power = (self._float(f"{v}.weight") * factors).square().sum(dim=1)
+            if f"{v}.bias" in self.source:
+                power += self._float(f"{v}.bias").square()
+            power = power.view(-1, size)
+            read = self._float(f"{o}.weight").square().sum(dim=0)
+            read = read.view(len(power), -1, size).sum(dim=1)
+            alive = (power > 0) & (read > 0)
+            self._balances[attention] = torch.where(alive, power / read, 1.0) ** 0.25
+        return self._balances[attention]
+
+    def _float(self, name: str) -> Tensor:
+        """A tensor of the source, in fp64."""
+        return load.check_finite(name, self.source.tensor(name)).double()
+
     def _norm(self, name: str, module: str) -> Tensor:
-        """What the norm multiplies by that a layer takes over, fp64 [in]; 1 where there is none."""
+        """What the norm before a layer multiplies by, fp64 [in]; 1 where there is none."""
         norm = names.FINAL_NORM if name == HEAD else self.family.readers.get(module)
-        if self.r1 is None or norm is None:
+        if norm is None:
             return torch.ones((), dtype=torch.float64)
         full = norm if name == HEAD else f"{names.block_of(name)}.{norm}"
-        factors = load.check_finite(f"{full}.weight", self.source.tensor(f"{full}.weight"))
-        return factors.double() + self.family.norms.offset
+        return self._float(f"{full}.weight") + self.family.norms.offset
 
     def origin(self, name: str) -> str:
         """Name in the source: a tied head is the embedding."""

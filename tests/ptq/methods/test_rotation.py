@@ -38,6 +38,7 @@ MODELS = {
     "qwen3": {"attention_bias": True, "hidden_size": 100, "head_dim": 20},  # no Hadamard matrix
     "mistral": {},
 } | MOE
+FILE = "model.safetensors"
 ROTATED_RTN = (RotationSpec(), RTNSpec())
 
 
@@ -130,6 +131,27 @@ def test_outliers_of_the_residual_stream_are_spread(make_model, tmp_path, preset
         result = quantized(model, tmp_path / name, preset, methods=methods)
         found[name] = divergence(expected, scored(result.checkpoint))
     assert found["rotated"] < found["plain"] / 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_channels_of_v_that_stand_out_are_evened_before_they_turn(make_model, tmp_path, family):
+    """What o divides by brings no noise: V that turns is the same, whatever o makes up for."""
+
+    def plant(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            layer = name.rpartition("self_attn.")[2]
+            if layer.startswith("v_proj"):
+                tensor.view(2, -1, *tensor.shape[1:])[:, 3] *= 32
+            elif layer == "o_proj.weight":
+                tensor.view(len(tensor), 4, -1)[:, :, 3] /= 32
+
+    model = make_model(family)
+    planted = edit_model(model, tmp_path / "planted", plant)
+    plain, found = (
+        load_file(write_view(m, tmp_path / m.name[:5], RotationSpec(), torch.float32) / FILE)
+        for m in (model, planted)
+    )
+    assert all(distance(found[name], plain[name]) < 1e-6 for name in plain)
 
 
 def test_the_written_checkpoint_is_as_predicted_and_others_open_it(tiny_llama, tmp_path):
