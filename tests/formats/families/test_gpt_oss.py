@@ -13,6 +13,7 @@ from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.describe import steps
+from ptq.plan.preflight import header_bytes
 from tests.families import (
     METHODS,
     but_one_in_ci,
@@ -103,7 +104,7 @@ def test_quantizing_a_published_folder_keeps_its_experts_bit_for_bit(published, 
     experts = {name for name in wanted if ".experts." in name}
     assert experts == {name for name in found if ".experts." in name}
     assert all(torch.equal(found[name], wanted[name]) for name in experts)
-    size = sum(tensor.nbytes for tensor in found.values())
+    size = sum(tensor.nbytes for tensor in found.values()) + header_bytes(found)
     assert plan.prediction.checkpoint_bytes == pytest.approx(size, rel=0.01)
     checkpoint = Checkpoint.open(result.checkpoint, verify=True)
     assert checkpoint.scheme_of("model.layers.0.mlp.experts.0.up_proj") == SCHEME
