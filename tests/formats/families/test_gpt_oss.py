@@ -104,8 +104,12 @@ def test_quantizing_a_published_folder_keeps_its_experts_bit_for_bit(published, 
     experts = {name for name in wanted if ".experts." in name}
     assert experts == {name for name in found if ".experts." in name}
     assert all(torch.equal(found[name], wanted[name]) for name in experts)
-    size = sum(tensor.nbytes for tensor in found.values()) + header_bytes(found)
-    assert plan.prediction.checkpoint_bytes == pytest.approx(size, rel=0.01)
+    size = sum(tensor.nbytes for tensor in found.values())
+    names = [module.name for module in plan.modules]  # headers are counted as if apart
+    most = header_bytes(
+        [f"{name}.{leaf}" for name in names for leaf in ("weight", "scale", "bias")]
+    )
+    assert size < plan.prediction.checkpoint_bytes <= 1.01 * size + most
     checkpoint = Checkpoint.open(result.checkpoint, verify=True)
     assert checkpoint.scheme_of("model.layers.0.mlp.experts.0.up_proj") == SCHEME
     ids = random_tokens().sequences()[1]
