@@ -15,19 +15,19 @@ import pytest
 from tests.test_import_order import ROOT
 
 ROOMS = ("ptq", "calibrate", "formats", "inference", "kernels", "recipes")
-SOURCES = {".py", ".cpp", ".cu", ".h"}
+SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h"}
 # Words that have a plain or a technical one: returned, is, after, accepted, a user.
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 106_431,
-    "files of source": 581,
+    "lines of source": 106_798,
+    "files of source": 585,
     "lines of imports, in 1,000 lines of code": 84,
     "crowded classes": 3,
-    "functions over 60 lines": 5,
-    "files over 400 lines": 7,
+    "functions over 60 lines": 4,
+    "files over 400 lines": 6,
     "odd words": 39,
-    "lines of tests": 60_327,
+    "lines of tests": 60_350,
 }
 # How far a number may fall below its limit before the limit is to follow.
 SLACK = {"lines of source": 500, "lines of tests": 500, "files of source": 10, "odd words": 30}

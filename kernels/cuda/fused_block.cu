@@ -97,72 +97,7 @@ struct Memory {
 
 static_assert(sizeof(Memory) <= SHARED, "fused_block.py counts shared memory");
 
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ __forceinline__ float widened(u16 bits) { return __uint_as_float((u32)bits << 16); }
-__device__ __forceinline__ u16 rounded(float value) {
-  u16 bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-}
-__device__ __forceinline__ u32 rounded_pair(float first, float second) {
-  u32 bits;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  return bits;
-}
-__device__ __forceinline__ u32 shared_address(const void* place) {
-  return (u32)__cvta_generic_to_shared(place);
-}
-__device__ __forceinline__ u32 read_now(const void* place) {
-  u32 bits;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits) : "l"(place));
-  return bits;
-}
-__device__ __forceinline__ void read_two_now(u32* bits, const void* place) {
-  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
-               : "=r"(bits[0]), "=r"(bits[1]) : "l"(place));
-}
-__device__ __forceinline__ void read_four_now(u32* bits, const void* place) {
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3]) : "l"(place));
-}
-__device__ __forceinline__ void write_now(u16* place, u16 bits) {
-  asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(place), "h"(bits) : "memory");
-}
-__device__ __forceinline__ void write_now(u32* place, u32 bits) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(bits) : "memory");
-}
-__device__ __forceinline__ bool half_blank(u32 pair) {
-  return (pair & 0xffffu) == 0xffffu || pair >> 16 == 0xffffu;
-}
-__device__ __forceinline__ bool elected() {
-  u32 own;
-  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(own));
-  return own;
-}
-__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
-        "selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  } while (!done);
-}
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int far = 16; far; far /= 2) value += __shfl_xor_sync(~0u, value, far);
-  return value;
-}
+#include "primitives.cuh"
 
 // The first of the inputs of a block that a lane takes as pairs: the others are 1 and 64 further on.
 __device__ __forceinline__ int first_pair(int lane) {
@@ -194,45 +129,6 @@ struct Ring {
   u64 policy;
 };
 
-// The router's weights that a program multiplies rows by, asked for before there are rows.
-struct Router {
-  u32 weight[SCORES][own_blocks(GATE_UP)][2];
-
-  __device__ __forceinline__ Router(const Block& own, int warp, int lane) {
-#pragma unroll
-    for (int k = 0; k < SCORES; k++) {
-#pragma unroll
-      for (int i = 0; i < own_blocks(GATE_UP); i++) {
-        const int block = warp + i * WARPS, expert = blockIdx.x + k * PROGRAMS;
-        const bool real = expert < EXPERTS && block < blocks(GATE_UP);
-        const u16* place = own.router + (long long)expert * HIDDEN + block * 128 + first_pair(lane);
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          weight[k][i][j] = real ? __ldg((const u32*)(place + 64 * j)) : 0;
-        }
-      }
-    }
-  }
-
-  // Leaves this warp's parts of the outputs that the program computes, of pairs of a normed row.
-  __device__ __forceinline__ void score(Memory& memory, const u32 (*v)[2], int warp,
-                                        int lane) const {
-#pragma unroll
-    for (int k = 0; k < SCORES; k++) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < own_blocks(GATE_UP); i++) {
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          sum += low(v[i][j]) * low(weight[k][i][j]) + high(v[i][j]) * high(weight[k][i][j]);
-        }
-      }
-      sum = warp_sum(sum);
-      if (lane == 0) memory.score[k][warp] = sum;
-    }
-  }
-};
-
 // What a normed row is multiplied by; `sum` is of the squares that this thread has.
 __device__ __forceinline__ float norm_factor(const Block& own, Memory& memory, float sum, int warp,
                                              int lane) {
@@ -246,6 +142,7 @@ __device__ __forceinline__ float norm_factor(const Block& own, Memory& memory, f
   return rsqrtf(sum / HIDDEN + own.eps);
 }
 
+#include "mixture.cuh"
 #if BITS == 4
 #include "weights_4_bits.cuh"
 #else
@@ -365,55 +262,6 @@ struct Finish {
     return widened(rounded(__fadd_rn(__fmul_rn((float)sum, times), bias[side][i])));
   }
 };
-
-// Chooses experts by the router's outputs, which all programs hand on; each warp does for itself.
-__device__ __forceinline__ void choose(const Block& own, Memory& memory, const u32* logits,
-                                       int warp, int lane) {
-  constexpr int EACH = EXPERTS / 32 + 1;
-  float logit[EACH];
-  u32 key[EACH];  // in the order of logits; 0 for none
-  bool waiting;
-  do {
-    waiting = false;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int expert = lane + 32 * i;
-      const u32 bits = expert < EXPERTS ? read_now(logits + expert) : 0xff800000u;
-      waiting |= bits == BLANK;
-      logit[i] = __uint_as_float(bits);
-      key[i] = bits >> 31 ? ~bits : bits | 0x80000000u;
-    }
-  } while (__any_sync(~0u, waiting));
-  float first = 0, sum = 0, own_share = 0;
-#pragma unroll 1
-  for (int k = 0; k < CHOSEN; k++) {
-    u32 best = 0, expert = ~0u;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) best = max(best, key[i]);
-    best = __reduce_max_sync(~0u, best);
-#pragma unroll
-    for (int i = EACH - 1; i >= 0; i--) expert = key[i] == best ? lane + 32 * i : expert;
-    expert = __reduce_min_sync(~0u, expert);  // of equals the first
-#pragma unroll
-    for (int i = 0; i < EACH; i++) key[i] = expert == lane + 32 * i ? 0 : key[i];
-    const float value = __uint_as_float(best >> 31 ? best & 0x7fffffffu : ~best);
-    if (k == 0) first = value;
-    const float share = __expf(value - first);
-    sum += share;
-    if (lane == k) {
-      own_share = share;
-      memory.expert[warp][k] = min(expert, EXPERTS - 1);
-    }
-  }
-  if (!own.normalized) {
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) sum += __expf(logit[i] - first);
-    sum = warp_sum(sum);
-  }
-  if (lane < CHOSEN) memory.share[warp][lane] = own_share / sum * own.factor;
-  __syncwarp();
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fused_block(const __grid_constant__ Block own) {

@@ -191,6 +191,12 @@ class BlockWeights:
         """In the order in which they multiply."""
         return self.o, self.gate_up, self.down, self.qkv
 
+    @property
+    def places(self) -> Sequence[tuple[int | None, ...]]:
+        """Where the integers, scales and biases are."""
+        own = ((w.packed, w.scale, w.bias) for w in self.weights)
+        return [tuple(map(_place_of, tensors)) for tensors in zip(*own, strict=True)]
+
     @cached_property
     def shape(self) -> BlockShape | None:
         """The shape that the kernel is compiled for; None where it does not take these.
@@ -296,28 +302,22 @@ class FusedBlocks:
         own_type = torch.int8 if shape.bits == 8 else torch.bfloat16
         _check("x", x, own_type, (rows, shape.attention))
         _check("the residual", residual, torch.bfloat16, (rows, shape.hidden))
-        of_x = 0 if x_scale is None else x_scale.numel()
+        of_x, allowed = 0 if x_scale is None else x_scale.numel(), (1, rows)
+        if shape.bits == 4:
+            allowed = (0,)
         require(
-            of_x in ((1, rows) if shape.bits == 8 else (0,)),
-            f"{of_x} scales of x in {x.dtype}, {rows} rows",
+            of_x in allowed, f"x has {of_x} scales; needed are {' or '.join(map(str, allowed))}"
         )
         total, qkv = torch.empty_like(residual), residual.new_empty(rows, shape.qkv)
         place, router = _place_of, weights.router
         scales = [own.scales_of(sinks) for own in weights.inputs]  # and which is each row's
         arguments = _Arguments(
-            tuple(place(w.packed) for w in weights.weights),
-            tuple(place(w.scale) for w in weights.weights),
-            tuple(place(w.bias) for w in weights.weights),
+            *weights.places,
             tuple(place(known) for known, _ in scales),
             tuple(place(which) for _, which in scales),
-            place(x),
-            place(x_scale),
-            place(residual),
+            *map(place, (x, x_scale, residual)),
             tuple(map(place, weights.norms)),
-            place(total),
-            place(qkv),
-            place(self._exchanged),
-            place(self._launches),
+            *map(place, (total, qkv, self._exchanged, self._launches)),
             None if router is None else place(router.weight),
             eps,
             1.0 if router is None else router.factor,

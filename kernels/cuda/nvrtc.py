@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -111,15 +112,19 @@ def _read(nvrtc: Any, what: str, program: ctypes.c_void_p) -> bytes:
 @cache
 def _nvrtc() -> ctypes.CDLL:
     """The library that torch was built with: loaded already, on the path, or beside torch."""
-    major = (torch.version.cuda or "*").split(".")[0]
-    name = f"libnvrtc.so.{major}"
-    beside = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"))
-    for place in (name, *map(str, beside)):
-        try:
-            return ctypes.CDLL(place)
-        except OSError:
-            continue
+    name = f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}"
+    with suppress(OSError):
+        return ctypes.CDLL(name)
+    for place in sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}")):
+        return load_nvrtc(place)
     raise CompilerMissingError(f"{name} is not installed")
+
+
+def load_nvrtc(place: Path) -> ctypes.CDLL:
+    """NVRTC at a place, with what it loads by name from beside it."""
+    for part in place.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(place))
 
 
 @cache

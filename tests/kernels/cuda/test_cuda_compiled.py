@@ -1,11 +1,15 @@
-"""The CUDA C++ compiles for Hopper, where NVRTC is installed; no device is needed."""
+"""The CUDA C++ compiles for Hopper; no device is needed, but NVRTC, which CPUs' torch is without."""
 
 from __future__ import annotations
 
 import pytest
 
+from kernels.cuda import nvrtc
 from kernels.cuda.fused_block import SOURCE, BlockShape
-from kernels.cuda.nvrtc import CompilerMissingError, compiled
+from kernels.cuda.nvrtc import compiled
+from tests.kernels.fetched import fetched
+
+pytestmark = pytest.mark.ci  # fetches it
 
 SHARED = 232_448  # bytes that a program may have on sm_90
 SHAPES = {
@@ -17,16 +21,20 @@ SHAPES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    """NVRTC from a package of its own."""
+    (path,) = fetched("nvidia-cuda-nvrtc", "13.0.88", 90).glob("nvidia/*/lib/libnvrtc.so.13")
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: nvrtc.load_nvrtc(path))
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_kernel_of_a_block_compiles_and_fits(name, rows):
     shape = SHAPES[name]
     programs = shape.programs(132)
     depth = max(d for d in (2, 3) if shape.shared(rows, programs, d) <= SHARED)
-    try:
-        image = compiled(SOURCE, shape.values(rows, programs, depth), (9, 0))
-    except CompilerMissingError as error:
-        pytest.skip(str(error))
+    image = compiled(SOURCE, shape.values(rows, programs, depth), (9, 0))
     assert image.startswith(b"\x7fELF")
     assert b"fused_block" in image
 
@@ -34,19 +42,22 @@ def test_the_kernel_of_a_block_compiles_and_fits(name, rows):
 def test_a_wrong_source_says_where(tmp_path):
     source = tmp_path / "wrong.cu"
     source.write_text('extern "C" __global__ void wrong() { nothing(); }')
-    try:
-        with pytest.raises(RuntimeError, match=r"(?s)wrong\.cu does not compile.*nothing"):
-            compiled(source, {}, (9, 0))
-    except CompilerMissingError as error:
-        pytest.skip(str(error))
+    with pytest.raises(RuntimeError, match=r"(?s)wrong\.cu does not compile.*nothing"):
+        compiled(source, {}, (9, 0))
 
 
 def test_shared_memory_that_is_counted_wrongly_does_not_compile():
     shape = SHAPES["small in int8"]
     values = shape.values(1, shape.programs(132), 2)
     values["SHARED"] -= 4096
-    try:
-        with pytest.raises(RuntimeError, match="counts shared memory"):
-            compiled(SOURCE, values, (9, 0))
-    except CompilerMissingError as error:
-        pytest.skip(str(error))
+    with pytest.raises(RuntimeError, match="counts shared memory"):
+        compiled(SOURCE, values, (9, 0))
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(nvrtc.torch.version, "cuda", "12.0")
+    nvrtc._nvrtc.cache_clear()
+    with pytest.raises(nvrtc.CompilerMissingError, match=r"libnvrtc\.so\.12 is not installed"):
+        compiled(SOURCE, {}, (9, 0))
+    nvrtc._nvrtc.cache_clear()

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import warnings
@@ -15,7 +14,6 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from kernels.cpu.native import cache_folder
 from kernels.triton import versions
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
@@ -23,30 +21,12 @@ from kernels.triton.common import Workspace
 from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w8a8 import pack_w8a8
 from kernels.triton.tuning import KVSplit, PrefillTile, Tile
+from tests.kernels.fetched import fetched
 from tests.kernels.triton.test_triton_compiled import make_inputs, make_pool
 from tests.kernels.triton_lab import building_for, compiled
 
 ROOT = Path(__file__).parents[3]
 OLDEST, NEWEST = "3.6.0", "3.9.0"
-
-
-def installed(version: str) -> Path:
-    """A folder with a version of Triton, kept in the cache; skips where that cannot be had."""
-    folder = cache_folder() / f"triton-{version}"
-    if folder.exists():
-        return folder
-    if os.environ.get("CI") != "true":
-        pytest.skip(f"Triton {version} (190 MB) is fetched under CI alone: CI=1 pytest")
-    draft = folder.with_suffix(f".{os.getpid()}")
-    options = ["--no-deps", "--retries", "0", "--target", str(draft), f"triton=={version}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options], capture_output=True, text=True
-    )
-    if done.returncode:
-        shutil.rmtree(draft, ignore_errors=True)
-        pytest.skip(f"no index gives Triton {version}: {done.stderr.strip().splitlines()[-1]}")
-    draft.rename(folder)
-    return folder
 
 
 @pytest.mark.ci  # fetches them
@@ -55,7 +35,9 @@ def test_kernels_compile_under_the_oldest_and_the_newest(version):
     """Those marked: every Gluon kernel, and one of each family of plain ones."""
     if triton.__version__.startswith(version.rpartition(".")[0]):
         pytest.skip("is the one that is installed, which all tests run under")
-    path = os.pathsep.join([str(ROOT), str(installed(version)), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(ROOT), str(fetched("triton", version, 190)), os.environ.get("PYTHONPATH", "")]
+    )
     arguments = ["-m", "every_triton", "-n", "0", "-p", "no:cacheprovider", "tests/kernels/triton"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments],

@@ -1,0 +1,90 @@
+// How a mixture of experts chooses: each program computes some of the router's outputs, and all
+// choose by all of them.
+
+// The router's weights that a program multiplies rows by, asked for before there are rows.
+struct Router {
+  u32 weight[SCORES][own_blocks(GATE_UP)][2];
+
+  __device__ __forceinline__ Router(const Block& own, int warp, int lane) {
+#pragma unroll
+    for (int k = 0; k < SCORES; k++) {
+#pragma unroll
+      for (int i = 0; i < own_blocks(GATE_UP); i++) {
+        const int block = warp + i * WARPS, expert = blockIdx.x + k * PROGRAMS;
+        const bool real = expert < EXPERTS && block < blocks(GATE_UP);
+        const u16* place = own.router + (long long)expert * HIDDEN + block * 128 + first_pair(lane);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          weight[k][i][j] = real ? __ldg((const u32*)(place + 64 * j)) : 0;
+        }
+      }
+    }
+  }
+
+  // Leaves this warp's parts of the outputs that the program computes, of pairs of a normed row.
+  __device__ __forceinline__ void score(Memory& memory, const u32 (*v)[2], int warp,
+                                        int lane) const {
+#pragma unroll
+    for (int k = 0; k < SCORES; k++) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < own_blocks(GATE_UP); i++) {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          sum += low(v[i][j]) * low(weight[k][i][j]) + high(v[i][j]) * high(weight[k][i][j]);
+        }
+      }
+      sum = warp_sum(sum);
+      if (lane == 0) memory.score[k][warp] = sum;
+    }
+  }
+};
+
+// Chooses experts by the router's outputs, which all programs hand on; each warp does for itself.
+__device__ __forceinline__ void choose(const Block& own, Memory& memory, const u32* logits,
+                                       int warp, int lane) {
+  constexpr int EACH = EXPERTS / 32 + 1;
+  float logit[EACH];
+  u32 key[EACH];  // in the order of logits; 0 for none
+  bool waiting;
+  do {
+    waiting = false;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int expert = lane + 32 * i;
+      const u32 bits = expert < EXPERTS ? read_now(logits + expert) : 0xff800000u;
+      waiting |= bits == BLANK;
+      logit[i] = __uint_as_float(bits);
+      key[i] = bits >> 31 ? ~bits : bits | 0x80000000u;
+    }
+  } while (__any_sync(~0u, waiting));
+  float first = 0, sum = 0, own_share = 0;
+#pragma unroll 1
+  for (int k = 0; k < CHOSEN; k++) {
+    u32 best = 0, expert = ~0u;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) best = max(best, key[i]);
+    best = __reduce_max_sync(~0u, best);
+#pragma unroll
+    for (int i = EACH - 1; i >= 0; i--) expert = key[i] == best ? lane + 32 * i : expert;
+    expert = __reduce_min_sync(~0u, expert);  // of equals the first
+#pragma unroll
+    for (int i = 0; i < EACH; i++) key[i] = expert == lane + 32 * i ? 0 : key[i];
+    const float value = __uint_as_float(best >> 31 ? best & 0x7fffffffu : ~best);
+    if (k == 0) first = value;
+    const float share = __expf(value - first);
+    sum += share;
+    if (lane == k) {
+      own_share = share;
+      memory.expert[warp][k] = min(expert, EXPERTS - 1);
+    }
+  }
+  if (!own.normalized) {
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) sum += __expf(logit[i] - first);
+    sum = warp_sum(sum);
+  }
+  if (lane < CHOSEN) memory.share[warp][lane] = own_share / sum * own.factor;
+  __syncwarp();
+}
