@@ -302,12 +302,9 @@ class FusedBlocks:
         own_type = torch.int8 if shape.bits == 8 else torch.bfloat16
         _check("x", x, own_type, (rows, shape.attention))
         _check("the residual", residual, torch.bfloat16, (rows, shape.hidden))
-        of_x, allowed = 0 if x_scale is None else x_scale.numel(), (1, rows)
-        if shape.bits == 4:
-            allowed = (0,)
-        require(
-            of_x in allowed, f"x has {of_x} scales; needed are {' or '.join(map(str, allowed))}"
-        )
+        of_x = 0 if x_scale is None else x_scale.numel()
+        allowed = sorted({1, rows}) if shape.bits == 8 else [0]
+        require(of_x in allowed, f"x has {of_x} scales; needed is one of {allowed}")
         total, qkv = torch.empty_like(residual), residual.new_empty(rows, shape.qkv)
         place, router = _place_of, weights.router
         scales = [own.scales_of(sinks) for own in weights.inputs]  # and which is each row's
