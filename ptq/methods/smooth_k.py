@@ -157,19 +157,23 @@ class SmoothK(Method):
     def prepare(self, work: BlockWork) -> None:
         """Find what makes K; where no projection makes it alone, say so."""
         self.key, self.factors = "", None
-        if _has_keys(work):
-            self.key = _stages(work)[0]
+        stages = _stages(work) if _has_keys(work) else ()
+        kept = [name for name in stages if name in work.settings.kept]
+        if stages and not kept:
+            self.key = stages[0]
             return
         if work.block.attention is None:  # it caches no keys
             return
         message = "not smoothed: one layer makes the latent and the keys that are cached with it"
         if work.block.family is None:
             message = "not smoothed: no family declares what makes queries and keys"
+        if kept:
+            message = f"not smoothed: {kept[0]} is kept as it is stored"
         work.report(work.block.attended, "smoothing_skipped", message)
 
     def solve(self, work: BlockWork) -> None:
         """Try no factors and every strength on the first samples; without any, take the one."""
-        if not _has_keys(work):
+        if not self.key:
             return
         k, q = _stages(work)
         absmax = work.observed(work.block.attended, "k_cache").channel_absmax  # [kv heads, D]

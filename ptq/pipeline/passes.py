@@ -25,7 +25,7 @@ from formats.modeling.layers import common_inputs, structure_of
 from ptq.methods.common.block import BlockSettings, BlockWork, Seen, quantized_block
 from ptq.methods.common.events import Event
 from ptq.methods.common.fisher import WeightedMoments
-from ptq.methods.common.float_model import FloatModel, config_of
+from ptq.methods.common.float_model import FloatModel, config_of, kept_layers
 from ptq.methods.common.method import Method
 from ptq.methods.common.moments import Moments
 from ptq.methods.common.positions import Positions
@@ -60,6 +60,7 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
         pairs=pairs,
         before_feed_forward=next(norms, None),
         positions=positions,
+        kept=kept_layers(checkpoint),
     )
     scheme = plan.recipe.scheme.model_copy(update={"kv_cache": cache})
     return BlockWork(block, settings, checkpoint.dtype, scheme, schemes, tuple(schemes), groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -74,6 +74,7 @@ class BlockSettings:
             layer; None where no smoothing group tells.
         positions: Where K and Q may stand in a context; None where their statistics are to be those
             of the windows.
+        kept: Full names of the model's layers that stay as they are stored.
     """
 
     input_observer: ObserverSpec
@@ -82,6 +83,7 @@ class BlockSettings:
     pairs: tuple[int, ...] = ()
     before_feed_forward: str | None = None
     positions: Positions | None = None
+    kept: Collection[str] = ()
 
 
 @dataclass

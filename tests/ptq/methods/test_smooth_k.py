@@ -228,6 +228,17 @@ def test_what_does_not_help_is_left_alone(tiny_llama, tmp_path):
     assert all(torch.equal(p, before[n]) for n, p in work.block.module.named_parameters())
 
 
+def test_layers_that_stay_as_stored_are_left_alone(tiny_llama, tmp_path):
+    """Those of a checkpoint in MXFP4: it could not be opened with changed ones in their place."""
+    model = edit_model(tiny_llama, tmp_path / "model", plant)
+    four = quantized(model, tmp_path / "four", "mxfp4", methods=(RTNSpec(),)).checkpoint
+    result = quantized(four, tmp_path / "out", "c8", methods=(SmoothKSpec(),))
+    before, after = Checkpoint.open(four), Checkpoint.open(result.checkpoint, verify=True)
+    assert all(torch.equal(before.tensor(n), after.tensor(n)) for n in before.names())
+    layer = "model.layers.0.self_attn.k_proj"
+    assert result.events[0].message == f"not smoothed: {layer} is kept as it is stored"
+
+
 def test_schemes_and_orders_that_do_not_fit(tiny_llama, tmp_path):
     with pytest.raises(ValueError, match="leaves the cache in floating point"):
         make_plan(tiny_llama, tmp_path, "a8w8", methods=(SmoothKSpec(), RTNSpec()))
