@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 
 from formats.families.groups import SMOOTHING_KINDS, SmoothingKind
 from formats.namespace import later
-from formats.scheme import ActivationSpec
+from formats.scheme import ActivationSpec, LayerScheme, Scheme
 from ptq.methods.common.folding import SmoothedGroup, Trials
 from ptq.methods.common.migration import Choice, Migration
 from ptq.methods.common.spec import (
@@ -60,11 +60,14 @@ class SmoothQuantSpec(MethodSpec):
 
     The targets are the layers whose input is smoothed: `attention_input` q, k and v (through the
     norm before them), `attention_output` o (through v), `mlp_input` gate and up (through the norm
-    before them), `mlp_output` down (through up). Of a mixture of experts, `mlp_input` takes powers
-    of two, which leave the routing as it is, and all experts of a block get one alpha.
+    before them), `mlp_output` down (through up). Where a scheme quantizes the cache alone,
+    `attention_output` evens out the channels of V and may be the only target. Of a mixture of
+    experts, `mlp_input` takes powers of two, which leave the routing as it is, and all experts of a
+    block get one alpha.
     """
 
     stage: ClassVar = Stage.SMOOTH
+    fits_cache_alone: ClassVar[bool] = True
     name: Literal["smoothquant"] = "smoothquant"
     alpha: Literal["search"] | Alpha = "search"
     """Strength from 0 (evens out the weights alone) to 1 (the inputs alone) for all
@@ -100,6 +103,16 @@ class SmoothQuantSpec(MethodSpec):
     def smooths(self) -> tuple[SmoothingKind, ...]:
         """Kinds of groups that it smooths: its targets."""
         return self.targets
+
+    def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
+        """Without quantized weights it serves the cached V alone."""
+        if scheme.weights is not None or self.targets == ("attention_output",):
+            return None
+        return (
+            f"found smoothquant with targets {', '.join(self.targets)}, but the scheme "
+            f"{scheme.wac} leaves weights and activations in floating point; set targets: "
+            "[attention_output], and V alone is smoothed"
+        )
 
     def algorithm(self) -> SmoothQuant:
         """Smooths the groups of a block."""

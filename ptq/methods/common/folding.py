@@ -3,7 +3,8 @@
 Norm weights and biases are stored in the checkpoint's type. The factor that counts is therefore
 not s but old / rounded(old / s): consumers are multiplied by that, and rounding costs nothing. Of a
 norm that multiplies by 1 + w, what is divided is 1 + w, and (1 + w) / s - 1 is stored. Rows of v
-and up are quantized per output channel, so their scales absorb any factor.
+and up are quantized per output channel, so their scales absorb any factor; where these two
+stay in float and the cached V alone is rounded, factors are powers of two.
 
 In a mixture of experts, norm -> gate, up goes to all experts of a block, and to its routers. These
 stay in float and are stored in the checkpoint's type, so here factors are powers of two: they
@@ -106,13 +107,17 @@ class SmoothedGroup:
         self.channel = source_channel(
             channels, self.consumers[0].in_features, work.settings.head_dim
         )
-        self.x_absmax = self._by_channel(
-            work.observed(group.consumers[0], "input").channel_absmax, channels
-        )
+        self.in_float = group.consumers[0] not in work.targets  # the cached V alone is rounded
+        if self.in_float:
+            v = work.observed(work.block.attended, "v_cache")
+            self.x_absmax = v.channel_absmax.flatten().double()
+        else:
+            seen = work.observed(group.consumers[0], "input")
+            self.x_absmax = self._by_channel(seen.channel_absmax, channels)
         columns = torch.stack([linear.weight.abs().amax(dim=0) for linear in self.consumers])
         self.w_absmax = self._by_channel(columns.amax(dim=0).cpu(), channels)
         self.sink_absmax = None
-        if work.block.sinks:
+        if work.block.sinks and not self.in_float:
             sinks = work.observed(group.consumers[0], SINK_INPUT).channel_absmax
             self.sink_absmax = self._by_channel(sinks, channels)
 
@@ -166,7 +171,7 @@ class SmoothedGroup:
         """Wanted factors [channels] fp64 (None: all 1), as they can be stored without loss."""
         if scale is None:
             return Folding(torch.ones_like(self.x_absmax), None)
-        if self.routers or self._norm_bias is not None:
+        if self.routers or self._norm_bias is not None or self.in_float:
             scale = self._exact_for_routers(power_of_two(scale))
         if self.vector_name is None:
             return Folding(scale, None)
@@ -195,26 +200,21 @@ class SmoothedGroup:
     @property
     def simulated_modules(self) -> list[nn.Module]:
         """The modules that compute otherwise while it is `simulated`."""
-        v = [self.source] if self._smooths_v else []
+        v = [self.source] if smooths_v(self.work, self.group) else []
         return [*v, *self.consumers]
-
-    @property
-    def _smooths_v(self) -> bool:
-        """Whether what is divided passes through a quantized cache."""
-        return self.group.kind == "attention_output" and self.work.scheme.kv_cache is not None
 
     def commit(self, folding: Folding) -> None:
         """Divide the source and multiply the consumers, in the block's float weights."""
         if isinstance(self.source, nn.Linear):
             rows = self.source.weight.double() / folding.scale[:, None].to(self.work.block.device)
-            set_parameter(self.source, "weight", rows.float())
+            self._put(self.group.source, rows.float())
             self.work.divide(self.group.source, "output", folding.scale)
         if folding.vector is not None and self.vector_name is not None:
             self.work.store(self.vector_name, folding.vector)
         if (bias := self._norm_bias) is not None:
             self.work.store(f"{self.group.source}.bias", bias.double().cpu() / folding.scale)
         for name, linear in zip(self.group.consumers, self.consumers, strict=True):
-            set_parameter(linear, "weight", self._smoothed_weight(linear.weight, folding))
+            self._put(name, self._smoothed_weight(linear.weight, folding))
             self.work.divide(name, "input", folding.scale[self.channel])
         for name, router in self.routers.items():
             moved = self._smoothed_weight(router.get_parameter("weight"), folding)
@@ -224,6 +224,12 @@ class SmoothedGroup:
         if self.group.kind == "attention_output":
             heads = folding.scale.view(-1, self.work.settings.head_dim)
             self.work.divide(self.work.block.attended, "v_cache", heads)
+
+    def _put(self, name: str, weight: Tensor) -> None:
+        if self.in_float:
+            self.work.store(f"{name}.weight", weight)
+        else:
+            set_parameter(self.work.module(name), "weight", weight)
 
     def _smoothed_weight(self, weight: Tensor, folding: Folding) -> Tensor:
         """A consumer's weight with its columns multiplied: fp32 [out, in]."""
@@ -236,12 +242,13 @@ class SmoothedGroup:
         inputs: dict[object, Callable[[Tensor], Tensor]] = {}
         with ExitStack() as stack:
             weights = zip(self.consumers, self._rounded_weights(folding), strict=True)
-            for name, (linear, weight) in zip(self.group.consumers, weights, strict=True):
+            each = zip(self.group.consumers, weights, strict=True)
+            for name, (linear, weight) in () if self.in_float else each:
                 alike = work.scheme_of(name).activations, bool(work.block.expert_of(name))
                 if alike not in inputs:
                     inputs[alike] = self._simulated_input(name, folding)
                 stack.enter_context(replaced(linear, weight, inputs[alike]))
-            if self._smooths_v:
+            if smooths_v(self.work, self.group):
                 stack.enter_context(self._quantized_v(folding))
             yield
 
@@ -333,6 +340,11 @@ class Trials:
             for group, folding in zip(self.groups, foldings, strict=True):
                 stack.enter_context(group.simulated(folding))
             return exact_sum(loss(self._runs.run(i)) for i, loss in enumerate(self._losses))
+
+
+def smooths_v(work: BlockWork, group: SmoothingGroup) -> bool:
+    """Whether what is divided passes through a quantized cache."""
+    return group.kind == "attention_output" and work.scheme.kv_cache is not None
 
 
 def power_of_two(scale: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from formats.namespace import later
 from formats.scheme import ActivationSpec
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Candidate, SmoothingRow
-from ptq.methods.common.folding import Folding, SmoothedGroup, Trials
+from ptq.methods.common.folding import Folding, SmoothedGroup, Trials, smooths_v
 from ptq.methods.common.method import Method, Part, first_names
 
 if TYPE_CHECKING:
@@ -126,7 +126,10 @@ class Migration(Method):
         """Factors [channels] fp64 to try, by their strength alpha."""
 
     def prepare(self, work: BlockWork) -> None:
-        """Keep the groups whose consumers, and source if it is linear, are all quantized."""
+        """Keep the groups whose consumers, and source if it is linear, are all quantized.
+
+        With them V of a quantized cache whose v and o both stay in float, but not as stored.
+        """
         self.groups = []
         found = {group.kind for group in work.groups}
         for kind in (kind for kind in self.targets if kind not in found):
@@ -142,10 +145,15 @@ class Migration(Method):
             linear_source = group.source in work.block.linears
             members = (*group.consumers, *((group.source,) if linear_source else ()))
             kept = [name for name in members if name not in work.targets]
+            cached = smooths_v(work, group) and len(kept) == len(members)
+            cached = cached and self.moments == "none"  # which only quantized layers have
+            if cached:
+                kept = [name for name in members if name in work.settings.kept]
             if not kept:
                 self.groups.append(group)
-            elif len(kept) < len(members):
-                message = f"not smoothed: {first_names(kept)} is not quantized here"
+            elif len(kept) < len(members) or cached:
+                why = "kept as it is stored" if cached else "not quantized here"
+                message = f"not smoothed: {first_names(kept)} is {why}"
                 work.report(group.source, "smoothing_skipped", message)
 
     def solve(self, work: BlockWork) -> None:
@@ -274,7 +282,7 @@ class Migration(Method):
 
 def _is_static(work: BlockWork, name: str) -> bool:
     """Whether a layer's input has a static scale that scales by token could replace."""
-    return work.scheme_of(name).activations == ActivationSpec()
+    return name in work.targets and work.scheme_of(name).activations == ActivationSpec()
 
 
 @contextmanager

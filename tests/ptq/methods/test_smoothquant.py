@@ -8,9 +8,10 @@ from transformers import AutoConfig
 
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
-from formats.scheme import ActivationSpec, LayerScheme, WeightSpec
+from formats.scheme import PRESETS, ActivationSpec, LayerScheme, WeightSpec
 from kernels.numerics import dequantize, fake_quantize_activations
-from ptq.methods.common.block import replaced
+from ptq.methods.common.block import loss_against, replaced
+from ptq.methods.common.cache import through_cache
 from ptq.methods.common.folding import SmoothedGroup, Trials, fold_vector, source_channel
 from ptq.methods.common.migration import Choice
 from ptq.methods.common.rounding import round_to_nearest
@@ -23,15 +24,21 @@ from ptq.methods.smoothquant import (
     smoothing_scale,
 )
 from ptq.pipeline.passes import block_work, observe
+from tests.families import transformers_logits
 from tests.ptq.quantizing import (
+    IDS,
     add_outliers,
+    divergence,
     edit_model,
     fold_alpha,
     make_plan,
     observed_work,
     per_channel,
+    quantized,
+    scored,
     solved,
 )
+from tests.undeclared import UNDECLARED
 
 
 def methods(**options) -> tuple:
@@ -294,6 +301,78 @@ def test_groups_with_float_members_are_skipped(tiny_llama, tmp_path, ignore, ski
     assert events == {f"model.layers.0.{name}" for name in skipped}
     assert not events & {group.source for group in method.groups}
     assert method.groups
+
+
+def plant_v(tensors: dict[str, torch.Tensor]) -> None:
+    """A channel of each head's V that is far larger than the others, which o makes up for."""
+    for name, tensor in tensors.items():
+        layer = name.rpartition("self_attn.")[2]
+        if layer.startswith("v_proj"):
+            tensor.view(2, -1, *tensor.shape[1:])[:, 3] *= 32
+        elif layer == "o_proj.weight":
+            tensor.view(len(tensor), 4, -1)[:, :, 3] /= 32
+
+
+V_ALONE = SmoothQuantSpec(targets=("attention_output",), search_samples=2)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "starcoder2"])
+def test_v_of_a_cache_alone_is_evened(make_model, tmp_path, kind):
+    """Weights stay in float: in powers of two, so that their values stay what they were."""
+    model = edit_model(make_model(kind, **UNDECLARED.get(kind, {})), tmp_path / "model", plant_v)
+    found = {}
+    for name, methods in {"plain": (), "even": (V_ALONE,)}.items():
+        result = quantized(model, tmp_path / name, "c8", methods=methods)
+        found[name] = divergence(scored(model), scored(result.checkpoint))
+    assert found["even"] < found["plain"] / 5
+    assert len(result.smoothing) == 2
+    before, after = (transformers_logits(f, IDS) for f in (model, result.checkpoint))
+    assert torch.allclose(before, after, atol=1e-4)
+    old, new = map(Checkpoint.open, (model, result.checkpoint))
+    for name in (n for n in old.names() if "self_attn.v_proj" in n):
+        ratio = old.tensor(name).double() / new.tensor(name).double()
+        assert torch.equal(ratio, ratio.log2().round().exp2())
+
+
+def test_v_of_a_cache_alone_is_tried_as_it_will_be(tiny_llama, tmp_path):
+    """The error that the search sees is that of the folded block with V rounded."""
+    model = edit_model(tiny_llama, tmp_path / "model", plant_v)
+    work = observed_work(make_plan(model, tmp_path / "out", "c8", methods=(V_ALONE,)))
+    reference = [work.block.run(sample) for sample in range(3)]
+    group = SmoothedGroup(work, work.groups[0])
+    folding = fold_alpha(group, 0.85)
+    tried = Trials([group], reference).error([folding])
+    group.commit(folding)
+    for sample, expected in enumerate(reference):
+        assert (work.block.run(sample) - expected).norm() / expected.norm() < 3e-6
+    absmax, spec = work.observed(work.block.attended, "v_cache").channel_absmax, PRESETS["c8"]
+    observe(work)
+    seen = work.observed(work.block.attended, "v_cache").channel_absmax
+    assert torch.allclose(absmax, seen.to(absmax), rtol=1e-4)
+    cache = spec.kv_cache
+    assert cache is not None
+
+    def held(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return k, through_cache(v, seen, cache, "v_cache")
+
+    losses = [loss_against(y, 0)(work.block.run(i, cache=held)) for i, y in enumerate(reference)]
+    assert tried == pytest.approx(sum(loss.item() for loss in losses), rel=0.02)
+
+
+def test_layers_that_stay_as_stored_are_left_alone(tiny_llama, tmp_path):
+    model = edit_model(tiny_llama, tmp_path / "model", plant_v)
+    four = quantized(model, tmp_path / "four", "mxfp4", methods=(RTNSpec(),)).checkpoint
+    result = quantized(four, tmp_path / "out", "c8", methods=(V_ALONE,))
+    before, after = Checkpoint.open(four), Checkpoint.open(result.checkpoint, verify=True)
+    assert all(torch.equal(before.tensor(n), after.tensor(n)) for n in before.names())
+    attention = "model.layers.0.self_attn"
+    layers = f"{attention}.o_proj, {attention}.v_proj"
+    assert result.events[0].message == f"not smoothed: {layers} is kept as it is stored"
+
+
+def test_targets_that_a_cache_alone_does_not_have_are_refused(tiny_llama, tmp_path):
+    with pytest.raises(ValueError, match=r"set targets: \[attention_output\], and V alone"):
+        make_plan(tiny_llama, tmp_path, "c8", methods=(SmoothQuantSpec(),))
 
 
 def test_weights_of_v_and_up_round_to_the_same_integers(tiny_llama, tmp_path):
