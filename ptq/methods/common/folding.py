@@ -173,6 +173,8 @@ class SmoothedGroup:
             return Folding(torch.ones_like(self.x_absmax), None)
         if self.routers or self._norm_bias is not None or self.in_float:
             scale = self._exact_for_routers(power_of_two(scale))
+        if self.in_float:  # only ratios matter, and fp16 holds no numbers that are far smaller
+            scale = scale / scale.log2().mean().round().exp2()
         if self.vector_name is None:
             return Folding(scale, None)
         vector = self.source.get_parameter(self.vector_name.rpartition(".")[2]).cpu()

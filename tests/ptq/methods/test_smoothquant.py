@@ -341,6 +341,8 @@ def test_v_of_a_cache_alone_is_tried_as_it_will_be(tiny_llama, tmp_path):
     reference = [work.block.run(sample) for sample in range(3)]
     group = SmoothedGroup(work, work.groups[0])
     folding = fold_alpha(group, 0.85)
+    assert folding.scale.log2().mean().abs() <= 0.5
+    assert torch.equal(group.fold(folding.scale).scale, folding.scale)
     tried = Trials([group], reference).error([folding])
     group.commit(folding)
     for sample, expected in enumerate(reference):
