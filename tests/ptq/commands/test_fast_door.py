@@ -112,7 +112,7 @@ def test_wrong_recipes_are_refused_at_once(tmp_path):
             "o",
             "--set",
             "output=1",
-        ): "output: found 1; needed is a mapping of",
+        ): "output=1: found 1; needed is a mapping of",
     }
     calls = [("ptq.cli", [name, *words]) for name in BY_RECIPE for words in reasons]
     for call, (code, said) in zip(calls, answers(*calls, folder=tmp_path), strict=True):
