@@ -84,7 +84,7 @@ def cut_windows(
     Args:
         documents: Texts; blank ones give nothing.
         templated: Whether a template has written all special tokens of the documents.
-        spelled: Token ids of documents whose text does not tell them.
+        spelled: Token ids of documents that spell control tokens, which stay text there.
         pack: Fill sequences with documents; otherwise one document each.
         shorter: Let what is not enough for one sequence make one.
     """

@@ -73,7 +73,7 @@ class ScaleEntry(Strict):
         clip_fraction: float = 0.0,
         sqnr_db: float | None = None,
     ) -> ScaleEntry:
-        """The row of a tensor of scales; what has a default was not measured without it."""
+        """The row of a tensor of scales; defaults stand for what was not measured."""
         return cls(
             module=tensor.rpartition(".")[0],
             role=role,

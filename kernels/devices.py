@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib.metadata import requires
 
 import torch
@@ -65,6 +67,25 @@ def check_triton() -> None:
 def launches_on(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current one: Triton launches there, wherever a kernel's tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def cuda_driver() -> ctypes.CDLL:
+    """The library of CUDA's driver."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def call_driver(name: str, *arguments: object) -> None:
+    """Call a function of CUDA's driver.
+
+    Raises:
+        RuntimeError: it fails; the message has its code and what that means.
+    """
+    code = cuda_driver()[name](*arguments)
+    if code:
+        text = ctypes.c_char_p()
+        cuda_driver().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{name} gave {code}, {(text.value or b'').decode()}")
 
 
 def run_on_gpu(measure: Callable[[torch.device], int]) -> int:

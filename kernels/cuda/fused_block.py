@@ -39,6 +39,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.cpu.structures import pointer
 from kernels.cuda.nvrtc import CudaKernel
 from kernels.triton.common import require
 from kernels.triton.linear.packing import BLOCK
@@ -195,7 +196,7 @@ class BlockWeights:
     def places(self) -> Sequence[tuple[int | None, ...]]:
         """Where the integers, scales and biases are."""
         own = ((w.packed, w.scale, w.bias) for w in self.weights)
-        return [tuple(map(_place_of, tensors)) for tensors in zip(*own, strict=True)]
+        return [tuple(map(pointer, tensors)) for tensors in zip(*own, strict=True)]
 
     @cached_property
     def shape(self) -> BlockShape | None:
@@ -306,7 +307,7 @@ class FusedBlocks:
         allowed = sorted({1, rows}) if shape.bits == 8 else [0]
         require(of_x in allowed, f"x has {of_x} scales; needed is one of {allowed}")
         total, qkv = torch.empty_like(residual), residual.new_empty(rows, shape.qkv)
-        place, router = _place_of, weights.router
+        place, router = pointer, weights.router
         scales = [own.scales_of(sinks) for own in weights.inputs]  # and which is each row's
         arguments = _Arguments(
             *weights.places,
@@ -330,7 +331,3 @@ def _check(what: str, found: Tensor, dtype: torch.dtype, size: tuple[int, int]) 
         found.shape == size and found.dtype == dtype and found.is_contiguous(),
         f"{what} is {found.dtype} {tuple(found.shape)}; needed is contiguous {dtype} {size}",
     )
-
-
-def _place_of(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

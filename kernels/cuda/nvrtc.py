@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from kernels.devices import call_driver
+
 MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 COOPERATIVE, EARLY = 2, 6  # CU_LAUNCH_ATTRIBUTE_: all programs at once; programmatic dependent
 
@@ -55,9 +57,9 @@ class CudaKernel:
     def __init__(self, source: Path, name: str, values: Mapping[str, int], shared: int) -> None:
         image, module = compiled(source, values), ctypes.c_void_p()
         self._shared, self._function = shared, ctypes.c_void_p()
-        _call("cuModuleLoadData", ctypes.byref(module), image)
-        _call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
-        _call("cuFuncSetAttribute", self._function, MAX_DYNAMIC_SHARED_SIZE, shared)
+        call_driver("cuModuleLoadData", ctypes.byref(module), image)
+        call_driver("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
+        call_driver("cuFuncSetAttribute", self._function, MAX_DYNAMIC_SHARED_SIZE, shared)
 
     def launch(self, programs: int, threads: int, arguments: ctypes.Structure) -> None:
         """Launch all programs at once on the current stream, before the kernel ahead has ended.
@@ -73,7 +75,7 @@ class CudaKernel:
         stream = torch.cuda.current_stream().cuda_stream
         launch = _Launch((programs, 1, 1), (threads, 1, 1), self._shared, stream, attributes, 2)
         values = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        _call("cuLaunchKernelEx", ctypes.byref(launch), self._function, values, None)
+        call_driver("cuLaunchKernelEx", ctypes.byref(launch), self._function, values, None)
 
 
 def compiled(
@@ -125,21 +127,3 @@ def load_nvrtc(place: Path) -> ctypes.CDLL:
     for part in place.parent.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(place))
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(function: str, *arguments: Any) -> None:
-    """Call the driver.
-
-    Raises:
-        RuntimeError: it gives an error.
-    """
-    error = getattr(_driver(), function)(*arguments)
-    if error:
-        name = ctypes.c_char_p()
-        _driver().cuGetErrorName(error, ctypes.byref(name))
-        raise RuntimeError(f"{function}: {(name.value or b'an unknown error').decode()}")

@@ -1,5 +1,8 @@
 // Instructions that C++ has no words for, and conversions of bf16.
 
+constexpr float INTEGER = 12582912.f;  // 1.5 * 2^23: the last bits of a sum with it are an integer
+constexpr u32 INTEGER_BITS = 0x4B400000u;
+
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ __forceinline__ float widened(u16 bits) { return __uint_as_float((u32)bits << 16); }

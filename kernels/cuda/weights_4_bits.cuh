@@ -32,12 +32,11 @@ __device__ __forceinline__ void lay_block(Memory& memory, u32 v0, u32 v1, int bl
                           max(v1 & 0x7fffu, (v1 >> 16) & 0x7fffu));
   const float top = __uint_as_float(__reduce_max_sync(~0u, largest) << 16);
   const float times = top > 1e-30f ? __fdividef(32512.f, top) : 0.f;
-  const float integer = 12582912.f;  // 1.5 * 2^23: the last bits of a sum with it are an integer
-  const u32 a = __float_as_uint(fmaf(low(v0), times, integer));
-  const u32 b = __float_as_uint(fmaf(high(v0), times, integer));
-  const u32 c = __float_as_uint(fmaf(low(v1), times, integer));
-  const u32 d = __float_as_uint(fmaf(high(v1), times, integer));
-  const int sum = __reduce_add_sync(~0u, (int)(a + b + c + d - 4u * 0x4B400000u));
+  const u32 a = __float_as_uint(fmaf(low(v0), times, INTEGER));
+  const u32 b = __float_as_uint(fmaf(high(v0), times, INTEGER));
+  const u32 c = __float_as_uint(fmaf(low(v1), times, INTEGER));
+  const u32 d = __float_as_uint(fmaf(high(v1), times, INTEGER));
+  const int sum = __reduce_add_sync(~0u, (int)(a + b + c + d - 4u * INTEGER_BITS));
   const u32 lows = __byte_perm(__byte_perm(a, c, 0x0040), __byte_perm(b, d, 0x0040), 0x5410);
   const u32 highs = __byte_perm(__byte_perm(a + 128, c + 128, 0x0051),
                                 __byte_perm(b + 128, d + 128, 0x0051), 0x5410);

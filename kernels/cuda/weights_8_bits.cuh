@@ -25,7 +25,7 @@ __device__ __forceinline__ float largest(Memory& memory, float value, int warp, 
 
 __device__ __forceinline__ u32 quantized(float value, float times) {
   const float near = fminf(fmaxf(value * times, -127.f), 127.f);
-  return __float_as_uint(near + 12582912.f) & 0xffu;  // 1.5 * 2^23: its last bits are an integer
+  return __float_as_uint(near + INTEGER) & 0xffu;
 }
 
 // Leaves the blocks of rows that this warp multiplies, once they are there, quantized by a scale

@@ -300,3 +300,13 @@ def add_outliers(tensors: dict[str, torch.Tensor]) -> None:
             tensor[[3, 50, 101]] *= 100
         if name.endswith("down_proj.weight"):
             tensor[:, [3, 50, 101]] /= 64
+
+
+def enlarge_v(tensors: dict[str, torch.Tensor]) -> None:
+    """A channel of each head's V that is far larger than the others, which o makes up for."""
+    for name, tensor in tensors.items():
+        layer = name.rpartition("self_attn.")[2]
+        if layer.startswith("v_proj"):
+            tensor.view(2, -1, *tensor.shape[1:])[:, 3] *= 32
+        elif layer == "o_proj.weight":
+            tensor.view(len(tensor), 4, -1)[:, :, 3] /= 32

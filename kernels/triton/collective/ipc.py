@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import weakref
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
+
+from kernels.devices import call_driver, cuda_driver
 
 PAGE = 2 << 20  # bytes; what is smaller may share its page, and then the handle is the page's
 PEER_ACCESS = 1  # opened memory may lie on another GPU
@@ -77,12 +78,7 @@ def _tensor(place: int, nbytes: int, device: torch.device) -> Tensor:
 def _free(name: str, place: int, device: torch.device) -> None:
     """Once the device has done all; where that fails, the memory ends with the process."""
     with torch.cuda.device(device):
-        _driver()[name](ctypes.c_uint64(place))
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+        cuda_driver()[name](ctypes.c_uint64(place))
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -91,12 +87,10 @@ def _call(name: str, *arguments: object) -> None:
     Raises:
         RuntimeError: it refuses.
     """
-    code = _driver()[name](*arguments)
-    if code:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
+    try:
+        call_driver(name, *arguments)
+    except RuntimeError as error:
         raise RuntimeError(
-            f"GPUs share no memory: {name} gave {code}, {(text.value or b'').decode()}. Ranks must "
-            "be processes of one machine, in one IPC namespace, whose GPUs reach each other's "
-            "memory (nvidia-smi topo -p2p w)"
-        )
+            f"GPUs share no memory: {error}. Ranks must be processes of one machine, in one IPC "
+            "namespace, whose GPUs reach each other's memory (nvidia-smi topo -p2p w)"
+        ) from error

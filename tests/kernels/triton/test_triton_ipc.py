@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+import kernels.devices
 from kernels.triton.collective import ipc
 
 CPU = torch.device("cpu")
@@ -48,7 +49,8 @@ class Driver:
 def driver(monkeypatch):
     def start(refuses: str = "") -> Driver:
         made = Driver(refuses)
-        monkeypatch.setattr(ipc, "_driver", lambda: made)
+        for module in (kernels.devices, ipc):
+            monkeypatch.setattr(module, "cuda_driver", lambda: made)
         monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         return made

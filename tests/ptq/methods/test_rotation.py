@@ -24,6 +24,7 @@ from tests.ptq.quantizing import (
     IDS,
     divergence,
     edit_model,
+    enlarge_v,
     executed,
     goes_on,
     make_plan,
@@ -137,16 +138,8 @@ def test_outliers_of_the_residual_stream_are_spread(make_model, tmp_path, preset
 def test_channels_of_v_that_stand_out_are_evened_before_they_turn(make_model, tmp_path, family):
     """What o divides by brings no noise: V that turns is the same, whatever o makes up for."""
 
-    def plant(tensors: dict[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            layer = name.rpartition("self_attn.")[2]
-            if layer.startswith("v_proj"):
-                tensor.view(2, -1, *tensor.shape[1:])[:, 3] *= 32
-            elif layer == "o_proj.weight":
-                tensor.view(len(tensor), 4, -1)[:, :, 3] /= 32
-
     model = make_model(family)
-    planted = edit_model(model, tmp_path / "planted", plant)
+    planted = edit_model(model, tmp_path / "planted", enlarge_v)
     plain, found = (
         load_file(write_view(m, tmp_path / m.name[:5], RotationSpec(), torch.float32) / FILE)
         for m in (model, planted)

@@ -30,6 +30,7 @@ from tests.ptq.quantizing import (
     add_outliers,
     divergence,
     edit_model,
+    enlarge_v,
     fold_alpha,
     make_plan,
     observed_work,
@@ -303,23 +304,13 @@ def test_groups_with_float_members_are_skipped(tiny_llama, tmp_path, ignore, ski
     assert method.groups
 
 
-def plant_v(tensors: dict[str, torch.Tensor]) -> None:
-    """A channel of each head's V that is far larger than the others, which o makes up for."""
-    for name, tensor in tensors.items():
-        layer = name.rpartition("self_attn.")[2]
-        if layer.startswith("v_proj"):
-            tensor.view(2, -1, *tensor.shape[1:])[:, 3] *= 32
-        elif layer == "o_proj.weight":
-            tensor.view(len(tensor), 4, -1)[:, :, 3] /= 32
-
-
 V_ALONE = SmoothQuantSpec(targets=("attention_output",), search_samples=2)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "starcoder2"])
 def test_v_of_a_cache_alone_is_evened(make_model, tmp_path, kind):
     """Weights stay in float: in powers of two, so that their values stay what they were."""
-    model = edit_model(make_model(kind, **UNDECLARED.get(kind, {})), tmp_path / "model", plant_v)
+    model = edit_model(make_model(kind, **UNDECLARED.get(kind, {})), tmp_path / "model", enlarge_v)
     found = {}
     for name, methods in {"plain": (), "even": (V_ALONE,)}.items():
         result = quantized(model, tmp_path / name, "c8", methods=methods)
@@ -336,7 +327,7 @@ def test_v_of_a_cache_alone_is_evened(make_model, tmp_path, kind):
 
 def test_v_of_a_cache_alone_is_tried_as_it_will_be(tiny_llama, tmp_path):
     """The error that the search sees is that of the folded block with V rounded."""
-    model = edit_model(tiny_llama, tmp_path / "model", plant_v)
+    model = edit_model(tiny_llama, tmp_path / "model", enlarge_v)
     work = observed_work(make_plan(model, tmp_path / "out", "c8", methods=(V_ALONE,)))
     reference = [work.block.run(sample) for sample in range(3)]
     group = SmoothedGroup(work, work.groups[0])
@@ -362,7 +353,7 @@ def test_v_of_a_cache_alone_is_tried_as_it_will_be(tiny_llama, tmp_path):
 
 
 def test_layers_that_stay_as_stored_are_left_alone(tiny_llama, tmp_path):
-    model = edit_model(tiny_llama, tmp_path / "model", plant_v)
+    model = edit_model(tiny_llama, tmp_path / "model", enlarge_v)
     four = quantized(model, tmp_path / "four", "mxfp4", methods=(RTNSpec(),)).checkpoint
     result = quantized(four, tmp_path / "out", "c8", methods=(V_ALONE,))
     before, after = Checkpoint.open(four), Checkpoint.open(result.checkpoint, verify=True)
