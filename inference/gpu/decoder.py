@@ -35,6 +35,7 @@ from inference.models.parts import LatentProjections, Layer
 from inference.proposers import HiddenStates
 from inference.transformers_code.pieces import Piece
 from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.cuda.attention import Attention
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.invariant import invariant_attention
 from kernels.triton.attention.latent import latent_attention
@@ -139,6 +140,14 @@ def run_blocks(
             qkv = run_adapted(project, "qkv", rows, scales, model.dtype, loras)
         if i in taps:
             hidden[i] = total
+        if fused is not None and _is_plain(c, model.query_growth, layer):
+            inputs = _attention_inputs(c, layer, batch, pool, window)
+            norms, turn = (layer.q_norm, layer.k_norm), (layer.cos, layer.sin)
+            own_attention = Attention(qkv, norms, turn, batch.positions, batch.slots, inputs)
+            if fused.attends(i, own_attention, loras):
+                total, qkv = fused.run(i, own_attention, None, total, c.eps, sinks)
+                delta = after = None
+                continue
         rows, scales = _attend(c, model.query_growth, layer, qkv, batch, pool, window, sinks)
         if fused is not None and fused.takes(i, rows, loras):
             total, qkv = fused.run(i, rows, scales, total, c.eps, sinks)
@@ -250,16 +259,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention: [T, (Hq + 2 Hkv) D] to rows as the o layer wants them, and their scales."""
     q_norm, k_norm = layer.q_norm, layer.k_norm
-    inputs = AttentionInputs(
-        pool,
-        batch.tables,
-        batch.lengths,
-        batch.query_start,
-        c.scale,
-        window,
-        c.softcap,
-        layer.sinks,
-    )
+    inputs = _attention_inputs(c, layer, batch, pool, window)
     if layer.latent is not None:
         turn, places = (layer.cos, layer.sin), (batch.positions, batch.slots)
         heads = attend_latents(c, layer.latent, qkv, turn, places, inputs, batch.decodes, sinks)
@@ -286,6 +286,30 @@ def _attend(
     else:
         y = prefill_attention(q, inputs, workspace, batch.decodes, **fused)
     return (y.flatten(1), wanted.scale) if fused else as_wanted(y.flatten(1), wanted, sinks)
+
+
+def _attention_inputs(
+    c: ModelConfig,
+    layer: Layer[GpuLinear, GpuExperts],
+    batch: GpuBatch,
+    pool: KVPool,
+    window: int | None,
+) -> AttentionInputs:
+    return AttentionInputs(
+        pool,
+        batch.tables,
+        batch.lengths,
+        batch.query_start,
+        c.scale,
+        window,
+        c.softcap,
+        layer.sinks,
+    )
+
+
+def _is_plain(c: ModelConfig, growth: Tensor | None, layer: Layer[GpuLinear, GpuExperts]) -> bool:
+    """Whether q and k are normed by heads, if at all, and rotated, and nothing else."""
+    return layer.latent is None and growth is None and c.qk_norm != "projection"
 
 
 def attend_latents(

@@ -1,15 +1,18 @@
-"""Which blocks of a decoder run in one kernel from their o layer to the next block's q/k/v.
+"""Which blocks of a decoder run in one kernel, to the next block's q/k/v.
 
 Steps of one or two tokens on Hopper, of one where there is a mixture of experts; of blocks without
 norms after their sub-layers whose linear layers hold 4-bit weights in groups of 128 inputs and take
-bf16 rows, or int8 weights and rows: `kernels.cuda.fused_block`. All other blocks and steps run
-kernel by kernel (`inference.gpu.decoder`), as do steps whose tokens have the same bits in any step.
+bf16 rows, or int8 weights and rows: `kernels.cuda.fused_block`. It begins with the rotation of q
+and k, the write to the cache and attention where `kernels.cuda.attention` takes these, else with
+the o layer. All other blocks and steps run kernel by kernel (`inference.gpu.decoder`), as do steps
+whose tokens have the same bits in any step.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -20,6 +23,7 @@ from inference.gpu.feed_forward import GpuExperts
 from inference.gpu.layers import GpuLinear
 from inference.models.layers import MixtureOfExperts
 from inference.models.parts import Layer
+from kernels.cuda.attention import Attention, AttentionShape, attention_shape
 from kernels.cuda.fused_block import (
     MOST_ROWS,
     BlockShape,
@@ -65,20 +69,37 @@ class FusedLayers:
         """
         return adapters is None and self._kernel(block, len(rows)) is not None
 
+    def attends(self, block: int, own: Attention, adapters: BlockAdapters | None) -> bool:
+        """Whether a block runs in one kernel with its attention.
+
+        Args:
+            block: Its number.
+            own: The attention.
+            adapters: Those of the tokens, if any has one.
+        """
+        return adapters is None and self._with_attention(block, own) is not None
+
+    def _with_attention(self, block: int, own: Attention) -> FusedBlocks | None:
+        weights = self._blocks[block]
+        if weights is None:
+            return None
+        heads = attention_shape(own.inputs, weights.o.size[1] // own.inputs.pool.k.shape[-1])
+        return None if heads is None else self._kernel(block, len(own.qkv), heads)
+
     def run(
         self,
         block: int,
-        rows: Tensor,
+        rows: Tensor | Attention,
         scales: Tensor | None,
         total: Tensor,
         eps: float,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run a block that `takes` said yes to from its o layer on.
+        """Run a block that `takes` or `attends` said yes to.
 
         Args:
             block: Its number.
-            rows: What its o layer reads, [T, inputs].
+            rows: Its attention, or what its o layer reads, [T, inputs].
             scales: Of the rows, where they are quantized.
             total: The residual stream [T, H].
             eps: Added to mean squares by norms.
@@ -87,17 +108,23 @@ class FusedLayers:
         Returns:
             (the residual stream after it [T, H], what the next block's q/k/v layer gives).
         """
-        weights, kernel = self._blocks[block], self._kernel(block, len(rows))
+        weights = self._blocks[block]
+        if isinstance(rows, Attention):
+            kernel = self._with_attention(block, rows)
+        else:
+            kernel = self._kernel(block, len(rows))
         assert weights is not None
         assert kernel is not None
         return kernel.run(weights, rows, scales, total, eps, sinks)
 
-    def _kernel(self, block: int, rows: int) -> FusedBlocks | None:
+    def _kernel(
+        self, block: int, rows: int, heads: AttentionShape | None = None
+    ) -> FusedBlocks | None:
         weights = self._blocks[block]
         most = 1 if weights is not None and weights.router else MOST_ROWS
         if weights is None or not 1 <= rows <= most or weights.shape is None:
             return None
-        key = weights.shape, rows
+        key = replace(weights.shape, heads=heads), rows
         if key not in self._kernels:
             self._kernels[key] = self._compiled(*key)
         return self._kernels[key]
@@ -106,7 +133,7 @@ class FusedLayers:
         try:
             return FusedBlocks(shape, rows, self._device)
         except (RuntimeError, ValueError) as error:
-            log.warning("blocks run kernel by kernel in steps of %d tokens: %s", rows, error)
+            log.warning("blocks run by more kernels in steps of %d tokens: %s", rows, error)
             return None
 
 

@@ -1,8 +1,10 @@
-// From one attention to the next in one persistent kernel: see fused_block.py, which defines
+// From one attention to the next in one persistent kernel, which may begin with the attention: see
+// fused_block.py, which defines
 //
 //   BITS                            of weights: 4 (bf16 inputs) or 8 (int8 inputs)
 //   ATTENTION, HIDDEN, INNER, QKV   inputs of o, channels, inputs of down, outputs of q/k/v
 //   ZEROS                           1 where the last four bits of a scale are a zero point
+//   KV_HEADS                        of the attention that it begins with, see attention.cuh, or 0
 //   EXPERTS, CHOSEN                 of a mixture, INNER being that of one; else 0 and 1
 //   ROWS                            tokens, 1 or 2; of a mixture 1
 //   PROGRAMS, WARPS                 programs of the grid, one for each SM, and warps of each
@@ -18,6 +20,21 @@ typedef unsigned short u16;
 typedef unsigned long long u64;
 
 enum Product { O, GATE_UP, DOWN, NEXT_QKV, PRODUCTS };
+
+struct Cache {  // and what the attention in front reads beside it
+  const u16* read;              // bf16 [ROWS, QKV]: q, k and v
+  const u16* norm[2];           // bf16 [DIM] of heads of q and of k, or null
+  const float* turn[2];         // fp32 [positions, DIM]: cosines and sines, both halves alike
+  const long long* positions;   // [ROWS]
+  const long long* slots;       // [ROWS], where the new token goes; negative: nowhere
+  const int* tables;            // [ROWS, width]
+  const int* lengths;           // [ROWS], the new token included
+  char* pages[2];               // K [pages, KV_HEADS, 64, DIM], V [pages, KV_HEADS, DIM, 64]
+  const float* scale[2];        // fp32 [KV_HEADS], or null
+  const float* offset;          // fp32 [KV_HEADS, DIM], which K is stored without, or null
+  float softmax_scale;
+  int width;
+};
 
 struct Block {
   const uint4* weight[PRODUCTS];
@@ -38,6 +55,7 @@ struct Block {
   float factor;                   // of the chosen experts' weights
   int normalized;                 // whether these are divided by their sum
   int x_scaled;
+  Cache cache;
 };
 
 constexpr int GROUP = 16;
@@ -68,23 +86,49 @@ constexpr int WIDEST = GROUP * larger(larger(most(O), 2 * most(GATE_UP)), most(N
 constexpr int LONGEST = larger(larger(blocks(O), blocks(DOWN)), blocks(GATE_UP));
 constexpr int SCORES = larger(1, (EXPERTS + PROGRAMS - 1) / PROGRAMS);  // of a program
 
+#include "primitives.cuh"
+
 // What differs by the weights' bits: how large a slot is, what inputs and sums are.
 #if BITS == 4
 constexpr int SLOT = CHUNK * (1024 + 64);  // bytes: weights, then scales
 constexpr int COLUMNS = 2 * ROWS;          // of inputs in a product: high bytes, low bytes of rows
 typedef float Part;
-typedef u16 Inner;  // bf16, of gate times up
+typedef u16 Inner;              // bf16, of gate times up, and of attention
+constexpr int FIRST = DEPTH;    // slots that are asked for before attention
+__device__ __forceinline__ Inner inner_bits(float value) { return rounded(value); }
 #else
 constexpr int SLOT = CHUNK * 2048;
 constexpr int COLUMNS = ROWS;
 typedef int Part;
 typedef u32 Inner;  // fp32, as it is quantized
+constexpr int FIRST = 2;
+__device__ __forceinline__ Inner inner_bits(float value) { return __float_as_uint(value); }
+#endif
+
+// Hands a value on to all programs; its place in the other set, so many bytes from it, becomes blank.
+template <typename Bits>
+__device__ __forceinline__ void hand_on(Bits* place, Bits bits, int other) {
+  write_now(place, bits);
+  write_now((Bits*)((char*)place + other), (Bits)BLANK);
+}
+
+#if KV_HEADS
+#include "attention.cuh"
+#else
+constexpr int HANDED_IN = 0;
 #endif
 
 // Shared memory of a program.
 struct Memory {
   char ring[WARPS][DEPTH][SLOT];
+#if KV_HEADS
+  union {
+    u32 x[LONGEST][COLUMNS][32];
+    Attending attending;
+  };
+#else
   u32 x[LONGEST][COLUMNS][32];
+#endif
   float2 unit[LONGEST][ROWS];  // of 4 bits: what inputs count in, and (as bits) their sum
   float scale[2][ROWS];        // of 8 bits: what inputs of this product and of the next count in
   u64 barrier[WARPS][DEPTH];
@@ -97,18 +141,9 @@ struct Memory {
 
 static_assert(sizeof(Memory) <= SHARED, "fused_block.py counts shared memory");
 
-#include "primitives.cuh"
-
 // The first of the inputs of a block that a lane takes as pairs: the others are 1 and 64 further on.
 __device__ __forceinline__ int first_pair(int lane) {
   return 32 * (lane >> 4) + 8 * ((lane >> 2) & 3) + 2 * (lane & 3);
-}
-
-// Hands a value on to all programs; its place in the other set, so many bytes from it, becomes blank.
-template <typename Bits>
-__device__ __forceinline__ void hand_on(Bits* place, Bits bits, int other) {
-  write_now(place, bits);
-  write_now((Bits*)((char*)place + other), (Bits)BLANK);
 }
 
 // Groups that this program owns of a product, of one side.
@@ -180,11 +215,11 @@ __device__ __forceinline__ void ask_for(const Block& own, const Memory& memory, 
   }
 }
 
-// Asks for weights as long as there is room, and it is known which.
+// Asks for weights as long as there is room beyond some slots, and it is known which.
 __device__ __forceinline__ void fill(const Block& own, const Memory& memory, Ring& ring,
-                                     int warp) {
+                                     int warp, int kept = 0) {
 #pragma unroll 1
-  for (; ring.room > 0 && ring.product < ring.known; ring.room--) {
+  for (; ring.room > kept && ring.product < ring.known; ring.room--) {
     if (ring.product == GATE_UP) ask_for<GATE_UP>(own, memory, ring, warp);
     else if (ring.product == DOWN) ask_for<DOWN>(own, memory, ring, warp);
     else if (ring.product == O) ask_for<O>(own, memory, ring, warp);
@@ -212,7 +247,7 @@ __device__ __forceinline__ void multiply(const Block& own, Memory& memory, Ring&
       }
       __syncwarp();
       ring.room++;
-      fill(own, memory, ring, warp);
+      if (P != GATE_UP || ring.product == P) fill(own, memory, ring, warp);
       if (++ring.take == DEPTH) ring.take = 0, ring.parity ^= 1;
     }
   }
@@ -284,18 +319,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
+#if KV_HEADS
+  Attention attention(own.cache, own.eps, memory.attending, warp, lane);
+#else
   fill(own, memory, ring, warp);
+#endif
   const Router router(own, warp, lane);
 
-  // Weights were asked for; all else is what kernels ahead wrote.
+  // Weights were asked for, but where attention waits for more; all else kernels ahead wrote.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
+#if KV_HEADS
+  if (attention.takes()) attention.ask();
+  fill(own, memory, ring, warp, attention.takes() ? DEPTH - FIRST : 0);
+#endif
 
   // Programs hand results on by values that are not blank. Launches take turns with two sets of
   // places, and each makes its own places in the other set blank.
   const int odd = read_now(own.launches) & 1;
   constexpr int MIDDLE = ROWS * HIDDEN * 2, PRODUCT = ROWS * CHOSEN * INNER * sizeof(Inner);
-  constexpr int SET = 2 * MIDDLE + PRODUCT + 4 * EXPERTS;  // bytes
+  constexpr int SET = 2 * MIDDLE + PRODUCT + 4 * EXPERTS + HANDED_IN;  // bytes
   char* set = (char*)own.exchanged + odd * SET;
   u16 *middle = (u16*)set, *sum = (u16*)(set + MIDDLE);
   Inner* product = (Inner*)(set + 2 * MIDDLE);
@@ -308,7 +351,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   });
   {
     const Finish<O> finish(own);
-    lay_rows<O>(own, memory, own.x, router, warp, lane);
+    const void* x = own.x;
+#if KV_HEADS
+    u32* parts = (u32*)(set + SET - HANDED_IN);
+    x = parts + HEAD_PROGRAMS * HANDED;
+    if (attention.takes()) {
+      attention.run(parts, other);
+      attention.merge(parts, (Inner*)x, other);
+    }
+    fill(own, memory, ring, warp);
+    __syncthreads();  // rows are laid where it had its sums
+#endif
+    lay_rows<O>(own, memory, x, router, warp, lane);
     multiply<O>(own, memory, ring, warp, lane);
     for_outputs<O>([&](int i, int row, int n, int output) {
       const u16 bits = rounded(finish(memory, i, row, n) + residual[i]);
@@ -338,6 +392,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const float inner = gate / (1.f + __expf(-gate)) * up;
       hand_on(product + row * CHOSEN * INNER + output, inner_bits(inner), other);
     });
+    fill(own, memory, ring, warp);  // of down: asked for while others are waited for
   }
   {
     const Finish<DOWN> finish(own);

@@ -1,4 +1,4 @@
-"""From one attention to the next in one kernel, for one or two tokens on Hopper.
+"""From one attention to the next, or with it, in one kernel, for one or two tokens on Hopper.
 
     total = x W_o + residual                          h = silu(n W_gate) * n W_up,  n = norm(total)
     total = total + h W_down                          qkv = norm'(total) W_qkv of the next block
@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.structures import pointer
+from kernels.cuda.attention import Attention, AttentionShape, CacheArguments
 from kernels.cuda.nvrtc import CudaKernel
 from kernels.triton.common import require
 from kernels.triton.linear.packing import BLOCK
@@ -69,6 +70,7 @@ class BlockShape:
         zeros: Whether weights have zero points.
         experts: Of a mixture; 0 without one.
         chosen: How many of them a token goes to; 1 without.
+        heads: Of the attention that the kernel begins with; None where it begins with o.
     """
 
     attention: int
@@ -79,6 +81,7 @@ class BlockShape:
     zeros: bool = False
     experts: int = 0
     chosen: int = 1
+    heads: AttentionShape | None = None
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -113,12 +116,16 @@ class BlockShape:
         choices = 4 * max(1, -(-self.experts // programs)) + 8 * self.chosen
         of_warp = depth * (slot + 8) + 4 * rows * widest + 8 + choices
         columns = rows if self.bits == 8 else 2 * rows
-        of_block = columns * BLOCK + 8 * rows
-        return self.warps * of_warp + max(self.inputs) // BLOCK * of_block + 8 * rows + 64
+        x = max(self.inputs) // BLOCK * columns * BLOCK
+        if self.heads is not None:
+            x = max(x, self.heads.shared(self.warps))
+        return self.warps * of_warp + x + max(self.inputs) // BLOCK * 8 * rows + 8 * rows + 64
 
     def values(self, rows: int, programs: int, depth: int) -> dict[str, int]:
         """What the source is compiled with."""
-        own = {name.upper(): int(value) for name, value in asdict(self).items()}
+        sizes = asdict(replace(self, heads=None))
+        own = {name.upper(): int(value) for name, value in sizes.items() if value is not None}
+        own |= {"KV_HEADS": 0} if self.heads is None else self.heads.values(rows, programs)
         launch = {"ROWS": rows, "PROGRAMS": programs, "WARPS": self.warps, "DEPTH": depth}
         shared = self.shared(rows, programs, depth)
         return own | launch | {"CHUNK": CHUNK, "SHARED": shared}
@@ -144,6 +151,7 @@ class _Arguments(ctypes.Structure):
         ("factor", ctypes.c_float),
         ("normalized", ctypes.c_int),
         ("x_scaled", ctypes.c_int),
+        ("cache", CacheArguments),
     )
 
 
@@ -269,23 +277,28 @@ class FusedBlocks:
         self._kernel = CudaKernel(SOURCE, "fused_block", values, values["SHARED"])
         of_inner = 4 if shape.bits == 8 else 2  # bytes
         handed_on = rows * (4 * shape.hidden + of_inner * shape.inputs[2]) + 4 * shape.experts
+        if shape.heads is not None:
+            splits = shape.heads.splits(rows, programs)
+            require(splits > 0, f"{programs} programs for {shape.heads.kv_heads} heads of {rows}")
+            handed_on += shape.heads.handed_on(rows, programs, of_inner)
         self._exchanged = torch.full((2, handed_on), -1, dtype=torch.int8, device=device)
         self._launches = torch.zeros(1, dtype=torch.int32, device=device)
 
     def run(
         self,
         weights: BlockWeights,
-        x: Tensor,
+        x: Tensor | Attention,
         x_scale: Tensor | None,
         residual: Tensor,
         eps: float,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run what stands between two attentions.
+        """Run what stands between two attentions, with the first of them if the shape has one.
 
         Args:
-            weights: Of this shape.
-            x: What attention gives, as o wants it: bf16 or int8 [rows, attention], contiguous.
+            weights: Of this shape, but for its attention.
+            x: The attention; or what it gives, as o wants it: bf16 or int8 [rows, attention],
+                contiguous.
             x_scale: Of int8 rows, fp32 of one element or of one a row.
             residual: The residual stream, bf16 [rows, hidden], contiguous.
             eps: Added to mean squares by the norms.
@@ -299,13 +312,21 @@ class FusedBlocks:
             ValueError: a shape or type is another.
         """
         shape, rows = self._shape, self._rows
-        require(weights.shape == shape, f"weights are of {weights.shape}; needed is {shape}")
-        own_type = torch.int8 if shape.bits == 8 else torch.bfloat16
-        _check("x", x, own_type, (rows, shape.attention))
+        own = replace(shape, heads=None)
+        require(weights.shape == own, f"weights are of {weights.shape}; needed is {own}")
         _check("the residual", residual, torch.bfloat16, (rows, shape.hidden))
-        of_x = 0 if x_scale is None else x_scale.numel()
-        allowed = sorted({1, rows}) if shape.bits == 8 else [0]
-        require(of_x in allowed, f"x has {of_x} scales; needed is one of {allowed}")
+        of_x, cache = 0 if x_scale is None else x_scale.numel(), CacheArguments()
+        given = None
+        if isinstance(x, Tensor):
+            given = x
+            own_type = torch.int8 if shape.bits == 8 else torch.bfloat16
+            _check("x", x, own_type, (rows, shape.attention))
+            allowed = sorted({1, rows}) if shape.bits == 8 else [0]
+            require(of_x in allowed, f"x has {of_x} scales; needed is one of {allowed}")
+        if isinstance(x, Tensor) == (shape.heads is not None):
+            raise ValueError(f"x is {type(x).__name__}, for {shape}")
+        if shape.heads is not None and isinstance(x, Attention):
+            cache = x.arguments(shape.heads)
         total, qkv = torch.empty_like(residual), residual.new_empty(rows, shape.qkv)
         place, router = pointer, weights.router
         scales = [own.scales_of(sinks) for own in weights.inputs]  # and which is each row's
@@ -313,7 +334,7 @@ class FusedBlocks:
             *weights.places,
             tuple(place(known) for known, _ in scales),
             tuple(place(which) for _, which in scales),
-            *map(place, (x, x_scale, residual)),
+            *map(place, (given, x_scale, residual)),
             tuple(map(place, weights.norms)),
             *map(place, (total, qkv, self._exchanged, self._launches)),
             None if router is None else place(router.weight),
@@ -321,6 +342,7 @@ class FusedBlocks:
             1.0 if router is None else router.factor,
             router is not None and router.normalized,
             of_x > 1,
+            cache,
         )
         self._kernel.launch(self._programs, self._threads, arguments)
         return total, qkv

@@ -1,8 +1,6 @@
 // Weights of 4 bits times bf16 inputs, as kernels.triton.linear.w4a16 packs them: words [inputs / 128,
 // outputs / 64, 1024], of a tile the first 8 outputs of each of its 4 groups, then the others.
 
-__device__ __forceinline__ Inner inner_bits(float value) { return rounded(value); }
-
 template <int P>
 __device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u32 slot, u32 barrier,
                                            int expert, int block, int group, int count) {
@@ -82,7 +80,7 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
       }
 #pragma unroll
       for (int i = 0; i < COUNT; i++) waiting |= half_blank(v[i][0]) || half_blank(v[i][1]);
-    } while (P != O && __any_sync(~0u, waiting));
+    } while ((P != O || KV_HEADS) && __any_sync(~0u, waiting));
     if (normed(P)) {
       float sum = 0;
 #pragma unroll

@@ -3,8 +3,6 @@
 
 constexpr float LEAST_SCALE = 0x1p-60f;  // of a row of zeros, as kernels.numerics has it
 
-__device__ __forceinline__ Inner inner_bits(float value) { return __float_as_uint(value); }
-
 template <int P>
 __device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u32 slot, u32 barrier,
                                            int, int block, int group, int count) {
@@ -46,7 +44,7 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
   }
 #pragma unroll 1
   for (int row = 0; row < ROWS; row++) {
-    if (P == O) {
+    if (P == O && !KV_HEADS) {
 #pragma unroll
       for (int i = 0; i < COUNT; i++) {
         const int block = warp + i * WARPS;

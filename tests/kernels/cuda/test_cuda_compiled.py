@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kernels.cuda import nvrtc
+from kernels.cuda.attention import AttentionShape
 from kernels.cuda.fused_block import SOURCE, BlockShape
 from kernels.cuda.nvrtc import compiled
 from tests.kernels.fetched import fetched
@@ -18,6 +19,18 @@ SHAPES = {
     "Qwen2.5-7B, zero points": BlockShape(3584, 3584, 18944, 4608, zeros=True),
     "Qwen3-30B-A3B": BlockShape(4096, 2048, 768, 5120, experts=128, chosen=8),
     "small in int8": BlockShape(1024, 1280, 1408, 1984, bits=8),
+    "Llama-3-8B with attention": BlockShape(
+        4096, 4096, 14336, 6144, heads=AttentionShape(8, 4, 128, 8)
+    ),
+    "the same in int8": BlockShape(
+        4096, 4096, 14336, 6144, bits=8, heads=AttentionShape(8, 4, 128, 8)
+    ),
+    "TinyLlama in int8 with attention": BlockShape(
+        2048, 2048, 5632, 2560, bits=8, heads=AttentionShape(4, 8, 64, 16)
+    ),
+    "Qwen3-30B-A3B with attention": BlockShape(
+        4096, 2048, 768, 5120, experts=128, chosen=8, heads=AttentionShape(4, 8, 128, 16)
+    ),
 }
 
 
