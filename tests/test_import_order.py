@@ -42,7 +42,7 @@ FLOORS = {
         cuda
         bench""",
     "kernels.cuda": """
-        nvrtc
+        nvrtc attention
         fused_block""",
     "kernels.triton": """
         tuning gluon_names versions
