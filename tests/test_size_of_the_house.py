@@ -20,12 +20,12 @@ SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h"}
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 107_536,
-    "files of source": 587,
+    "lines of source": 107_541,
+    "files of source": 588,
     "lines of imports, in 1,000 lines of code": 84,
     "crowded classes": 3,
-    "functions over 60 lines": 5,
-    "files over 400 lines": 8,
+    "functions over 60 lines": 4,
+    "files over 400 lines": 6,
     "odd words": 39,
     "lines of tests": 60_620,
 }

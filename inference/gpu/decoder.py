@@ -6,8 +6,8 @@ quantized, the kernel before a linear layer ends in that (but o's, if scaled by 
 What a family norms before it is added is normed by the kernel that adds it; norms of q and k over
 all of their heads are a launch of their own, as is a bound of the logits. Latent attention has
 launches of its own (`attend_latents`). A mixture of experts has routing and a sum beside
-(`inference.gpu.feed_forward`). Where `inference.gpu.fused` takes a block, all from its o to the
-next block's q/k/v is one launch.
+(`inference.gpu.feed_forward`). Where `inference.gpu.fused` takes a block, all from its o, or
+its rotation, to the next block's q/k/v is one launch.
 Nothing is allocated but outputs and nothing waits for the device, so that a step can be captured as
 a CUDA graph. On Hopper a kernel's programs start before the kernel ahead has ended
 (`kernels.triton.common.overlap`): what says where tokens stand (`metadata_ready`) is read, and

@@ -15,8 +15,7 @@ constexpr int TILES = DIM / 16;         // of channels
 constexpr int PARTS = WARPS / TILES;    // warps that share the tokens of a turn
 constexpr int PAGES = WARPS / 4;        // of a turn
 constexpr int OWN_PAGES = PAGES / PARTS;
-constexpr int TOKENS = 64 * PAGES;
-constexpr int BYTES = CACHE / 8;
+constexpr int TOKENS = 64 * PAGES, BYTES = CACHE / 8;
 constexpr int EACH = 16 / BYTES;        // elements of 16 bytes
 constexpr int K_PIECES = DIM * BYTES / 64, V_PIECES = BYTES;  // of 64 bytes, of a row
 constexpr int RESULTS = QUERIES * DIM;  // of a KV head
@@ -40,12 +39,6 @@ struct Attending {
   __align__(16) u32 fresh[2][DIM * BYTES / 4];  // K and V of the new token, as the cache has them
   float top[WARPS][8], sum[WARPS][8], highest[8];
 };
-
-__device__ __forceinline__ u32 half_pair(float first, float second) {
-  u32 bits;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  return bits;
-}
 
 // Four numbers of the cache, from a word of int8 or two of bf16, as two words of an operand.
 __device__ __forceinline__ void widen(u32* to, const uint4& piece, int i) {
@@ -94,8 +87,7 @@ struct Attention {
     split = blockIdx.x % SPLITS, row = item / KV_HEADS, head = item % KV_HEADS;
     length = first = end = 0;
     if (!takes()) return;
-    length = __ldg(own.lengths + row);
-    position = __ldg(own.positions + row);
+    length = __ldg(own.lengths + row), position = __ldg(own.positions + row);
     of_k = CACHE == 8 ? __ldg(own.scale[0] + head) : 1.f;
     of_v = CACHE == 8 ? __ldg(own.scale[1] + head) : 1.f;
   }
@@ -166,6 +158,7 @@ struct Attention {
     const long long number = __ldg(own.tables + row * own.width + page);
     return own.pages[which] + (number * KV_HEADS + head) * (64 * DIM * BYTES);
   }
+
   static __device__ __forceinline__ uint4 read(const char* place) {
     uint4 found;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -230,8 +223,7 @@ struct Attention {
       float value = x[j];
       if (which == 0 && own.offset) value -= __ldg(own.offset + head * DIM + channel);
       if (CACHE == 8) {
-        const float near = fminf(fmaxf(__fdiv_rn(value, scale), -127.f), 127.f);
-        const char bits = (char)__float2int_rn(near);
+        const char bits = __float2int_rn(fminf(fmaxf(__fdiv_rn(value, scale), -127.f), 127.f));
         ((char*)memory.fresh[which])[channel] = bits;
         if (slot >= 0) page[at] = bits;
       } else {
@@ -260,8 +252,7 @@ struct Attention {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int channel = 16 * (warp % TILES) + g + 8 * half;
-        const int shift = at * BYTES % 4 * 8;
-        const u32 mask = (CACHE == 8 ? 0xffu : 0xffffu) << shift;
+        const u32 shift = at * BYTES % 4 * 8, mask = (CACHE == 8 ? 0xffu : 0xffffu) << shift;
         const u32 bits = CACHE == 8 ? ((const unsigned char*)memory.fresh[1])[channel]
                                     : ((const u16*)memory.fresh[1])[channel];
 #pragma unroll
@@ -318,12 +309,11 @@ struct Attention {
         for (int i = 0; i < WARPS; i++) most = fmaxf(most, memory.top[i][2 * t + j]);
         const float shrink = exp2f(top[j] - most);
         top[j] = most;
-        const float first_weight = seen[0] ? exp2f(s[j] - most) : 0.f;
-        const float second_weight = seen[1] ? exp2f(s[j + 2] - most) : 0.f;
-        sum[j] = sum[j] * shrink + first_weight + second_weight;
+        const float one = seen[0] ? exp2f(s[j] - most) : 0.f;
+        const float two = seen[1] ? exp2f(s[j + 2] - most) : 0.f;
+        sum[j] = sum[j] * shrink + one + two;
         d[j] *= shrink, d[j + 2] *= shrink;
-        const u32 both = CACHE == 8 ? half_pair(first_weight, second_weight)
-                                    : rounded_pair(first_weight, second_weight);
+        const u32 both = CACHE == 8 ? half_pair(one, two) : rounded_pair(one, two);
         memory.weight[2 * t + j][token] = both & 0xffff;
         memory.weight[2 * t + j][token + 8] = both >> 16;
       }

@@ -123,8 +123,7 @@ class BlockShape:
 
     def values(self, rows: int, programs: int, depth: int) -> dict[str, int]:
         """What the source is compiled with."""
-        sizes = asdict(replace(self, heads=None))
-        own = {name.upper(): int(value) for name, value in sizes.items() if value is not None}
+        own = {name.upper(): int(x) for name, x in asdict(self).items() if name != "heads"}
         own |= {"KV_HEADS": 0} if self.heads is None else self.heads.values(rows, programs)
         launch = {"ROWS": rows, "PROGRAMS": programs, "WARPS": self.warps, "DEPTH": depth}
         shared = self.shared(rows, programs, depth)
@@ -312,21 +311,11 @@ class FusedBlocks:
             ValueError: a shape or type is another.
         """
         shape, rows = self._shape, self._rows
-        own = replace(shape, heads=None)
-        require(weights.shape == own, f"weights are of {weights.shape}; needed is {own}")
+        needed = replace(shape, heads=None)
+        require(weights.shape == needed, f"weights are of {weights.shape}; needed is {needed}")
         _check("the residual", residual, torch.bfloat16, (rows, shape.hidden))
-        of_x, cache = 0 if x_scale is None else x_scale.numel(), CacheArguments()
-        given = None
-        if isinstance(x, Tensor):
-            given = x
-            own_type = torch.int8 if shape.bits == 8 else torch.bfloat16
-            _check("x", x, own_type, (rows, shape.attention))
-            allowed = sorted({1, rows}) if shape.bits == 8 else [0]
-            require(of_x in allowed, f"x has {of_x} scales; needed is one of {allowed}")
-        if isinstance(x, Tensor) == (shape.heads is not None):
-            raise ValueError(f"x is {type(x).__name__}, for {shape}")
-        if shape.heads is not None and isinstance(x, Attention):
-            cache = x.arguments(shape.heads)
+        of_x = 0 if x_scale is None else x_scale.numel()
+        given, cache = self._checked(x, of_x)
         total, qkv = torch.empty_like(residual), residual.new_empty(rows, shape.qkv)
         place, router = pointer, weights.router
         scales = [own.scales_of(sinks) for own in weights.inputs]  # and which is each row's
@@ -346,6 +335,24 @@ class FusedBlocks:
         )
         self._kernel.launch(self._programs, self._threads, arguments)
         return total, qkv
+
+    def _checked(self, x: Tensor | Attention, scales: int) -> tuple[Tensor | None, CacheArguments]:
+        """(rows of o, what attention reads) of which a launch has one; `scales` are those of rows.
+
+        Raises:
+            ValueError: it is the other one, or a shape or type is another.
+        """
+        shape, rows = self._shape, self._rows
+        if isinstance(x, Tensor):
+            own_type = torch.int8 if shape.bits == 8 else torch.bfloat16
+            _check("x", x, own_type, (rows, shape.attention))
+            allowed = sorted({1, rows}) if shape.bits == 8 else [0]
+            require(scales in allowed, f"x has {scales} scales; needed is one of {allowed}")
+            require(shape.heads is None, f"x is {type(x).__name__}, for {shape}")
+            return x, CacheArguments()
+        if shape.heads is None:
+            raise ValueError(f"x is {type(x).__name__}, for {shape}")
+        return None, x.arguments(shape.heads)
 
 
 def _check(what: str, found: Tensor, dtype: torch.dtype, size: tuple[int, int]) -> None:

@@ -16,6 +16,11 @@ __device__ __forceinline__ u32 rounded_pair(float first, float second) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
   return bits;
 }
+__device__ __forceinline__ u32 half_pair(float first, float second) {
+  u32 bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
 __device__ __forceinline__ u32 shared_address(const void* place) {
   return (u32)__cvta_generic_to_shared(place);
 }
