@@ -20,7 +20,8 @@ D is diagonal. Rounding turned values brings noise of one power to all channels,
 sum_j (v_j / D_j)^2, of which o reads sum_j (D_j |o_j|)^2: by Cauchy and Schwarz their product is
 least where D_j^2 = |v_j| / |o_j|. A channel that is large in v and small in o
 would otherwise bring its noise to all others. |v_j| is the norm of the row of W diag(g) with its
-bias: what normed inputs, whose mean square is 1, give in the mean.
+bias: what normed inputs, whose mean square is 1, give in the mean. Where o has a bias, too, that of
+v moves into it (`ptq.methods.shift`, Eq. 4, with z = b) and nothing large is rounded with V.
 
 Everything is folded into weights: products are made in fp64, and rounding them to the checkpoint's
 type is all that is lost. The inputs of down_proj are not rotated: that would take a product when
@@ -202,6 +203,8 @@ class RotatedCheckpoint(FloatModelView):
         if self._further(name) is not None:
             return stored
         module, leaf = _parts(name)
+        if leaf == "bias" and (moved := self._moved_bias(name)) is not None:
+            stored = stored.double() + moved if module == self.family.attention.o else 0 * stored
         norms = self.family.norms.before
         if self.r1 is not None and (module in norms or name == FINAL_NORM):
             return torch.full_like(stored, 1 - self.family.norms.offset)
@@ -240,11 +243,10 @@ class RotatedCheckpoint(FloatModelView):
         """D of the attention that a tensor of v or o is in, fp64 [kv heads, head size]."""
         attention, size = name.rsplit(".", 2)[0], heads_of(self.source.config).size
         if attention not in self._balances:
-            layers = {role: layer for layer, role in self.family.attention.roles.items()}
-            v, o = (f"{attention}.{layers[role]}" for role in ("v", "o"))
-            factors = self._norm(f"{v}.weight", layers["v"])
+            v, o = self._value_and_output(name)
+            factors = self._norm(f"{v}.weight", _parts(f"{v}.weight")[0])
             power = (self._float(f"{v}.weight") * factors).square().sum(dim=1)
-            if f"{v}.bias" in self.source:
+            if f"{v}.bias" in self.source and self._moved_bias(f"{v}.bias") is None:
                 power += self._float(f"{v}.bias").square()
             power = power.view(-1, size)
             read = self._float(f"{o}.weight").square().sum(dim=0)
@@ -252,6 +254,24 @@ class RotatedCheckpoint(FloatModelView):
             alive = (power > 0) & (read > 0)
             self._balances[attention] = torch.where(alive, power / read, 1.0) ** 0.25
         return self._balances[attention]
+
+    def _value_and_output(self, name: str) -> tuple[str, str]:
+        """Full names of v and o of the attention that a tensor is in."""
+        layers = {role: layer for layer, role in self.family.attention.roles.items()}
+        attention = name.rsplit(".", 2)[0]
+        return f"{attention}.{layers['v']}", f"{attention}.{layers['o']}"
+
+    def _moved_bias(self, name: str) -> Tensor | None:
+        """What o's bias takes over from v's, fp64 [hidden]; None for other biases."""
+        role = self.family.attention.roles.get(_parts(name)[0])
+        if self.r2 is None or role not in ("v", "o") or self.family.attention.sinks is not None:
+            return None
+        v, o = self._value_and_output(name)
+        if not (f"{v}.bias" in self.source and f"{o}.bias" in self.source):
+            return None
+        weight, bias = self._float(f"{o}.weight"), self._float(f"{v}.bias")
+        heads = bias.view(-1, heads_of(self.source.config).size)
+        return weight @ heads.repeat_interleave(weight.shape[1] // len(bias), dim=0).flatten()
 
     def _float(self, name: str) -> Tensor:
         """A tensor of the source, in fp64."""
