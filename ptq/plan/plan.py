@@ -204,8 +204,8 @@ def build_plan(
         fault = f"{bare} has no linear layer that is known here, so that nothing of it is quantized"
         raise where.error([(preflight.MODEL, fault)])
     tensors = list(preflight.check_tensors(floats, model))
-    undeclared = list(preflight.check_declared(recipe, values))
-    if undeclared:
+    recipe, idle = _without_idle(recipe, floats)
+    if undeclared := list(preflight.check_declared(recipe, values)):
         raise where.error(undeclared + tensors)
     source = view_of(floats, recipe.methods)
     recipe, modules, sizes, predicting = _settled(recipe, source, blocks, shapes, names)
@@ -219,7 +219,7 @@ def build_plan(
         attentions=attention_of_blocks(values),
         model=_summary(floats, checkpoint.nbytes, blocks, modules),
         prediction=_predict(recipe, source, config, shapes, quantized, blocks, groups),
-        transforms=tuple(source.describe()) if isinstance(source, FloatModelView) else (),
+        transforms=(*(source.describe() if isinstance(source, FloatModelView) else ()), *idle),
         left=left,
         head=head_name(values) if head_name(values) in quantized else None,
         shared=shared_embedding(source, quantized),
@@ -230,6 +230,14 @@ def build_plan(
     if problems:
         raise where.error(problems)
     return plan
+
+
+def _without_idle(recipe: Recipe, model: FloatModel) -> tuple[Recipe, list[str]]:
+    """A recipe without the methods that would change nothing of a model, and a line for each."""
+    idle = {method.name: why for method in recipe.methods if (why := method.idle(model))}
+    methods = tuple(method for method in recipe.methods if method.name not in idle)
+    lines = [f"leaves out the method {name}: {why}" for name, why in idle.items()]
+    return recipe.model_copy(update={"methods": methods}), lines
 
 
 def _smoothing(

@@ -27,7 +27,7 @@ from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import override_value
 from ptq.report.attribution import Attribution
-from ptq.report.data import ReportData, method_names, recipe_values
+from ptq.report.data import ReportData, known_methods, recipe_values
 from ptq.report.known import Known, known_figures
 
 CLEARLY = 0.8  # of a loss; what loses more is no help
@@ -99,7 +99,7 @@ def _own(data: ReportData, rows: Sequence[Known]) -> Known | None:
     """What this run's scheme and methods lost on one of these models, whose layers may have others
     of the groups that a recipe fits to a model.
     """
-    own, methods = recipe_values(data.recipe), method_names(data.recipe)
+    own, methods = recipe_values(data.recipe), known_methods(data.recipe)
     schemes = [own["scheme"], *(entry["scheme"] for entry in own.get("layers", ()))]
     inputs = {row.shape[1] for row in data.quantization.modules}
 

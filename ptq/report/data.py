@@ -237,6 +237,11 @@ def method_names(recipe: str) -> str:
     return ", ".join(next(iter(method)) for method in methods) or "none"
 
 
+def known_methods(recipe: str) -> str:
+    """Those by which figures of recipes are found: without what they do for few models alone."""
+    return method_names(recipe).replace("shift, ", "")
+
+
 def failure(check: Check, known: Known | None = None) -> str:
     """A sentence for a limit that does not hold."""
     side = "above" if check.upper else "below"

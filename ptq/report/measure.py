@@ -49,7 +49,7 @@ from ptq.report.data import (
     check_known,
     check_thresholds,
     failure,
-    method_names,
+    known_methods,
     provenance_of,
 )
 from ptq.report.generated import complete, measure_drafts
@@ -100,7 +100,7 @@ def measure(
     checks = check_thresholds(recipe.report.thresholds, measured["accuracy"])
     text, known = resolved_yaml(recipe), None
     if not checks:
-        known = nearest(measured["scheme"], method_names(text), plan.model)
+        known = nearest(measured["scheme"], known_methods(text), plan.model)
         config = Checkpoint.open(recipe.model.folder).config
         noise = rounding_noise(report_devices(recipe)[0], config)
         checks = () if known is None else (check_known(known, measured["accuracy"], noise),)

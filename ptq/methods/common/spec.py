@@ -142,6 +142,10 @@ class MethodSpec(Strict):
         """Whether it can work on models of a family; None is one that nothing declares."""
         return family is not None or not self.needs_declaration
 
+    def idle(self, model: FloatModel) -> str | None:
+        """Why a plan may leave it out of a model, in which it would change nothing; else None."""
+        return None
+
     def view(self, model: FloatModel) -> FloatModel:
         """The float model as this method has it seen, before anything is observed.
 

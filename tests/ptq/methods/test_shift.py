@@ -23,7 +23,9 @@ from tests.ptq.quantizing import (
     scored,
     weight_bytes,
 )
+from tests.undeclared import UNDECLARED
 
+V_ALONE = ("attention_output",)
 SHIFTED = (ShiftSpec(), RTNSpec())
 
 
@@ -109,6 +111,75 @@ def test_it_lowers_the_error_and_others_open_the_checkpoint(make_model, tmp_path
             assert divergence(exact, logits) < 2 * found["plain"]
     assert found["shifted"] < 0.8 * found["plain"]
     assert found["all"] < found["plain"]
+
+
+def plant_constant(tensors: dict[str, torch.Tensor]) -> None:
+    """A constant in two channels of each head's V, far beyond their spread; o's bias takes it back."""
+    for name in [n for n in tensors if n.endswith("v_proj.bias")]:
+        constant = torch.zeros(2, len(tensors[name]) // 2)
+        constant[:, [3, 8]] = torch.tensor([60.0, -60.0])
+        output = name.replace("v_proj", "o_proj")
+        weight = tensors[output.replace("bias", "weight")].float()
+        heads = constant.repeat_interleave(weight.shape[1] // constant.numel(), dim=0)
+        tensors[name] += constant.flatten().to(tensors[name])
+        tensors[output] -= (weight @ heads.flatten()).to(tensors[output])
+
+
+@pytest.mark.parametrize("scheme", ["c4", "c8"])
+def test_a_constant_of_v_costs_a_cache_nothing(make_model, tmp_path, scheme):
+    model = make_model("llama", attention_bias=True)
+    planted = edit_model(model, tmp_path / "planted", plant_constant)
+    evened = RotationSpec(residual=False) if scheme == "c4" else SmoothQuantSpec(targets=V_ALONE)
+    order = sorted((ShiftSpec(gain=1.2), evened), key=lambda spec: spec.stage)
+    lost = {}
+    for name, folder, methods in [
+        ("plain", model, (evened,)),
+        ("planted", planted, (evened,)),
+        ("centred", planted, order),
+    ]:
+        plan = make_plan(folder, tmp_path / "runs" / name, scheme, methods=tuple(methods))
+        lost[name] = divergence(scored(folder), scored(executed(plan).checkpoint))
+    assert lost["centred"] < 1.5 * lost["plain"], lost
+    assert lost["planted"] > 5 * lost["plain"] or scheme == "c4", lost
+
+
+def test_a_constant_that_is_not_in_the_bias_is_found_in_the_data(make_model, tmp_path):
+    model = make_model("llama", attention_bias=True, tie_word_embeddings=False)
+    planted, lost = edit_model(model, tmp_path / "planted", plant), {}
+    for name, shift in {"with": (ShiftSpec(gain=1.2),), "without": ()}.items():
+        methods = (RotationSpec(residual=False), *shift)
+        plan = make_plan(planted, tmp_path / "runs" / name, "c4", methods=methods)
+        lost[name] = divergence(scored(planted), scored(executed(plan).checkpoint))
+    assert lost["with"] < 0.7 * lost["without"], lost
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("llama", {}, "there is no bias of v_proj and o_proj"),
+        ("qwen2", {}, "there is no bias of o_proj"),
+        ("gpt_oss", {}, "attention has no V of its own, or weights that sum to less than 1"),
+        ("opt", UNDECLARED["opt"], "nothing declares which layers make V and read it"),
+    ],
+)
+def test_with_a_gain_it_leaves_out_what_it_cannot_centre(
+    make_model, tmp_path, family, settings, why
+):
+    smooth = SmoothQuantSpec(targets=V_ALONE)
+    methods = (ShiftSpec(gain=1.2), smooth)
+    plan = make_plan(make_model(family, **settings), tmp_path / "a", "c8", methods=methods)
+    assert plan.transforms == (f"leaves out the method shift: {why}",)
+    assert plan.recipe.methods == (smooth,)
+
+
+def test_a_gain_that_is_not_reached_changes_nothing(make_model, tmp_path):
+    model, made = make_model("llama", attention_bias=True), []
+    for name, shift in {"with": (ShiftSpec(gain=4.0),), "without": ()}.items():
+        methods = (*shift, SmoothQuantSpec(targets=V_ALONE))
+        plan = make_plan(model, tmp_path / name, "c8", methods=methods)
+        made.append(Checkpoint.open(executed(plan).checkpoint))
+    for name in made[1].names():
+        assert torch.equal(made[0].tensor(name), made[1].tensor(name)), name
 
 
 def test_schemes_that_do_not_fit(tiny_llama, tmp_path):

@@ -203,7 +203,7 @@ def test_no_recipe_is_advised_whose_methods_do_not_know_the_model(
     for save in (False, True):
         if found := advise(other, save=save).recipe:
             methods = load_recipe(shipped_paths()[found]).methods
-            assert not any(method.needs_declaration for method in methods)
+            assert all(method.knows(None) for method in methods)
 
 
 def test_rotation_knows_no_family_with_norms_after_its_layers():
