@@ -31,6 +31,7 @@ SCHEMES = {
     "a8w8": "a8w8",
     "a8w8_dynamic": "a8w8_dynamic",
     "a8w8c8": "a8w8c8",
+    "w4c8": "w4c8",
     "a8w4": "a8w4",
     "a8w4c8": "a8w4c8",
     "fp8": "fp8_channel",

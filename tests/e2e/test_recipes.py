@@ -27,7 +27,7 @@ SMALLER = [  # the cases that show that a recipe runs, not how accurate it is
 REPEATED = """
     a8w4 a8w4_two_level a8w4c4_two_level a8w4c8 a8w4c8_two_level a8w8_dynamic a8w8c8_dynamic_down
     a8w8c8_fp8 a8w8c8_gptq a8w8c8_static budget c8 fp8_block fp8_channel fp8_tensor mxfp4 mxfp8
-    nvfp4 w4_best w4_head8 w4_rotated w4_two_sided w8_gptq w8_rtn
+    nvfp4 w4_best w4_head8 w4_rotated w4_two_sided w4c8 w8_gptq w8_rtn
 """.split()
 CASES = [
     pytest.param(name, marks=pytest.mark.ci if name in REPEATED else ())

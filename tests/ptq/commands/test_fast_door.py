@@ -149,7 +149,7 @@ def test_folders_and_devices_that_are_none_are_refused_at_once(tmp_path):
         "bench --shape lama --scheme w4": "found 'lama'; did you mean 'llama-3-8b'?",
         "quantize otu --scheme w4": "error: otu: no such folder; did you mean 'out'? give the",
         "quantize out --scheme w5": "argument --scheme: no scheme 'w5'; did you mean 'w8'? allowed: w4,",
-        "quantize out --scheme w4c8": "'w4c8'; give it to one whose methods fit: --recipe w4_two_sided --set scheme=w4c8",
+        "quantize out --scheme w4s8": "'w4s8'; give it to one whose methods fit: --recipe w4_two_sided --set scheme=w4s8",
         "quantize out --scheme w4_gptq": "no scheme 'w4_gptq': it is a recipe; give it as such, --recipe w4_gptq",
         "predict otu.gguf --prompt x": "otu.gguf: no such file; give the file of a model, or",
         "convert otu b --to float": "otu: no such folder; did you mean 'out'? give the folder",
