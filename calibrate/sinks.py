@@ -76,6 +76,7 @@ def find_peaks(
     workers: BlockWorkers,
     *,
     cached: bool,
+    blocks: int | None = None,
 ) -> Peaks:
     """Run the beginnings of some samples through a model, and see which tokens stand out.
 
@@ -84,6 +85,7 @@ def find_peaks(
         sequences: Token ids of the samples: int64 [tokens].
         workers: Devices that take the samples between them.
         cached: Whether small values tell a sink token, too: K and V are to be quantized.
+        blocks: How many of the model's first blocks are run; all by default.
 
     Raises:
         RecipeError: activations hold NaN or infinity.
@@ -95,7 +97,7 @@ def find_peaks(
     largest = torch.zeros(len(starts), length)
     smallest = torch.ones(len(starts), length)
     layers = [[""] * length for _ in starts]
-    for index in range(len(stream.blocks)):
+    for index in range(len(stream.blocks))[:blocks]:
         block = stream.load(index, index + 1)
         workers.take(block)
         peaks, values, outputs = _block_peaks(workers, len(starts), cached=cached)

@@ -1,7 +1,8 @@
 """`ptq check`: holds a recipe against its model and its data, and shows what a run would do.
 
-Nothing is written. To tell how long the run would take, its first block is solved, which may take
-minutes of a large model; with --no-time no weight is read, and it takes seconds whatever the size.
+Nothing is written. To predict how long the run will take, its first block is solved, by a few steps
+of `refine`; that may take minutes of a large model. With --no-time no weight is read, and it takes
+seconds whatever the size.
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ weights have no integers: they stay as they were rounded.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -266,7 +268,7 @@ class Refine(Method):
         ]
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
         fall = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, spec.iterations)
-        for batch in _batches(len(inputs), spec):
+        for batch in self._paced(_batches(len(inputs), spec), work.block.device):
             weights = {name: layer.weight() for name, layer in layers.items()}
             losses = [
                 cost(work.block.forward(inputs[i], i, weights), targets[i], i).square().mean()
@@ -276,6 +278,20 @@ class Refine(Method):
             torch.stack(losses).mean().backward()
             optimizer.step()
             fall.step()
+
+    def _paced(self, batches: Iterator[list[int]], device: torch.device) -> Iterator[list[int]]:
+        """All of them, or the first few; then the others would take as long as those after one."""
+        if self.brief is None:
+            yield from batches
+            return
+        times = []
+        for batch in islice(batches, self.brief):
+            yield batch
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter())
+        step = (times[-1] - times[0]) / max(1, len(times) - 1)
+        self.unspent = (self.spec.iterations - len(times)) * step
 
 
 def _batches(samples: int, spec: RefineSpec) -> Iterator[list[int]]:

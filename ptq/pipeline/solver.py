@@ -82,8 +82,11 @@ class BlockSolver:
         stream.sinks = self.sinks
         return stream
 
-    def find_sinks(self, sequences: Sequence[Tensor]) -> Peaks | None:
+    def find_sinks(self, sequences: Sequence[Tensor], blocks: int | None = None) -> Peaks | None:
         """Settle how many sink tokens there are, before anything else runs.
+
+        Args:
+            blocks: How many of the first blocks are looked at; all by default.
 
         Returns:
             What was found on the way, where the data were looked at.
@@ -96,7 +99,8 @@ class BlockSolver:
             self.sinks = keep
         elif keep == "auto" and self.schedule.needs_data:
             with self.watch.phase("sinks"):
-                found = find_peaks(self.new_stream(), sequences, self.team, cached=cached)
+                stream = self.new_stream()
+                found = find_peaks(stream, sequences, self.team, cached=cached, blocks=blocks)
             self.sinks = found.sinks
         self.stream.sinks = self.sinks
         return found

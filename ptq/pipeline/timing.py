@@ -1,4 +1,4 @@
-"""How long a run will take, estimated from its first block, which is solved as in the run."""
+"""How long a run will take, predicted from its first block, and from a few steps of a method."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from ptq.pipeline.team import fast_products
 from ptq.plan.plan import Plan
 from ptq.result import Stopwatch
 
+STEPS = 3  # of a method that takes many equal ones
+
 
 def predict_seconds(plan: Plan, tokens: TokenSet) -> dict[str, float]:
     """Solve the first block and write nothing.
@@ -32,10 +34,13 @@ def predict_seconds(plan: Plan, tokens: TokenSet) -> dict[str, float]:
         CheckpointError: the model is damaged.
     """
     start, block = Stopwatch(), Stopwatch()
-    solver = BlockSolver(plan, start)
+    solver = BlockSolver(plan, block)
+    for method in solver.methods:
+        method.brief = STEPS
     with fast_products(solver.device):
         sequences = in_canonical_order(tokens.sequences())
-        solver.find_sinks(sequences)
+        solver.find_sinks(sequences, blocks=1)
+        solver.watch = start
         if solver.schedule.gradients:
             first = _first_gradients(solver, sequences, start, block)
             solver.gradients = lambda _: first
@@ -43,6 +48,8 @@ def predict_seconds(plan: Plan, tokens: TokenSet) -> dict[str, float]:
         solver.watch = block
         solver.solve(0)
     once, each = start.phases(), block.phases()
+    for spec, method in zip(solver.specs, solver.methods, strict=True):
+        each[spec.name] += method.unspent
     phases = {
         name: once.get(name, 0.0) + _blocks(plan) * each.get(name, 0.0) for name in once | each
     }

@@ -112,10 +112,11 @@ def describe_prediction(plan: Plan) -> Iterator[str]:
 
 
 def describe_seconds(seconds: Mapping[str, float]) -> str:
-    """How long quantization would take, by phase and in `total`."""
+    """How long quantization is predicted to take, by phase and in `total`."""
     phases = sorted(((s, phase) for phase, s in seconds.items() if phase != "total"), reverse=True)
     parts = ", ".join(f"{phase} {duration_text(s)}" for s, phase in phases[:PHASES])
-    return f"time         about {duration_text(seconds['total'])} ({parts}), data and report aside"
+    total = duration_text(seconds["total"])
+    return f"time         about {total} are predicted ({parts}), data and report aside"
 
 
 def _other_layers(plan: Plan) -> str:

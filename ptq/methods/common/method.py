@@ -53,6 +53,8 @@ class Method(ABC):
         keeps: What of its work a run keeps, so that `ptq solve` can do without the samples that it
             was searched with: `factors` that leave the block's function as it is and so hold for
             any scheme, or `ranges`, which hold for the scheme and the observers of the run.
+        brief: Of many equal steps, how many `solve` takes where only its time matters; all if None.
+        unspent: Seconds that the steps left out would take.
     """
 
     needs: Literal["weights", "statistics", "samples"] = "samples"
@@ -63,6 +65,8 @@ class Method(ABC):
     clips = False
     quantized_path = False
     keeps: Literal["nothing", "factors", "ranges"] = "nothing"
+    brief: int | None = None
+    unspent = 0.0
 
     def prepare(self, work: BlockWork) -> None:  # noqa: B027 (most methods need nothing here)
         """Look at a new block before its samples run."""

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import time
 
+import pytest
+import torch
+
+from calibrate.sinks import find_peaks
 from ptq.commands import check
+from ptq.methods.refine import RefineSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.pipeline import solver
 from ptq.pipeline.solver import BlockSolver
 from ptq.pipeline.timing import predict_seconds
 from ptq.plan.describe import describe_seconds
@@ -49,9 +56,31 @@ def test_check_tells_the_time_unless_it_is_not_to(tiny_llama, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_few_steps_of_a_method_stand_for_all(tiny_llama, tmp_path, monkeypatch):
+    """Sinks are looked for in one block, and two thousand steps are predicted from three."""
+    forward, ran, blocks = torch.optim.Adam.step, [], []
+
+    def counted(self, closure=None):
+        ran.append(time.sleep(0.01))
+        return forward(self, closure)
+
+    def peaks(stream, sequences, workers, **options):
+        blocks.append(options["blocks"])
+        return find_peaks(stream, sequences, workers, **options)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", counted)
+    monkeypatch.setattr(solver, "find_peaks", peaks)
+    methods = (RTNSpec(), RefineSpec(iterations=2000))
+    plan = make_plan(tiny_llama, tmp_path / "out", "w4", methods=methods)
+    seconds = predict_seconds(plan, random_tokens())
+    assert (len(ran), blocks) == (3, [1])
+    assert seconds["refine"] > 2 * 2000 * 0.01
+
+
 def test_the_longest_phases_are_named():
     seconds = {"a": 1.0, "b": 2.0, "c": 30.0, "d": 0.5, "e": 600.0, "total": 633.5}
-    line = "time         about 11 min (e 10 min, c 30 s, b 2.0 s, a 1.0 s), data and report aside"
+    phases = "e 10 min, c 30 s, b 2.0 s, a 1.0 s"
+    line = f"time         about 11 min are predicted ({phases}), data and report aside"
     assert describe_seconds(seconds) == line
 
 
