@@ -76,12 +76,23 @@ class ChatEncoder:
             ValueError: the template refuses the chat, or control tokens cannot be distinguished
                 from text.
         """
-        hidden = None if self._free else self._hide(messages, tools)
-        if hidden and not self._tokenizer.is_fast:
-            raise ValueError("it holds control tokens, which this tokenizer cannot tell from text")
-        messages, tools, letters = hidden or (messages, tools, {})
+        messages, tools, letters = self._hidden(messages, tools)
         text = render_chat(self._tokenizer, messages, variables, tools=tools, answer=answer)
         check(text)
+        return self.encode(text, letters)
+
+    def texts(self, chats: Sequence[Messages]) -> tuple[list[str], Mapping[str, str]]:
+        """Chats as texts, and the letters that private-use characters of these stand for.
+
+        `encode` takes these texts, whole, joined or cut. ValueError: as of `tokens`.
+        """
+        messages, _, letters = self._hidden([one for chat in chats for one in chat], None)
+        left = iter(messages)
+        parts = ([next(left) for _ in chat] for chat in chats)
+        return [render_chat(self._tokenizer, part) for part in parts], letters
+
+    def encode(self, text: str, letters: Mapping[str, str]) -> list[int]:
+        """Token ids of a rendered text and of the letters that were replaced in it."""
         return self._encode_hidden(text, letters) if letters else self._encode(text)["input_ids"]
 
     def holds_controls(self, messages: Messages) -> bool:
@@ -90,6 +101,15 @@ class ChatEncoder:
 
     def _encode(self, text: str, **options: Any) -> Any:
         return self._tokenizer(text, add_special_tokens=False, verbose=False, **options)
+
+    def _hidden(
+        self, messages: Messages, tools: Messages | None
+    ) -> tuple[Messages, Messages | None, Mapping[str, str]]:
+        """As `_hide`; what holds no control tokens as it is."""
+        hidden = None if self._free else self._hide(messages, tools)
+        if hidden and not self._tokenizer.is_fast:
+            raise ValueError("it holds control tokens, which this tokenizer cannot tell from text")
+        return hidden or (messages, tools, {})
 
     def _hide(
         self, messages: Messages, tools: Messages | None

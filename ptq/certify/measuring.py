@@ -126,8 +126,7 @@ def open_setting(
         )
     tokenizer = load_tokenizer(folders[1])
     length = min(LEVELS[level].longest, *(shape.max_positions for shape in shapes))
-    texts = read_texts(prompts, tokenizer)
-    return Setting(LEVELS[level], seed, texts, tokenizer, length)
+    return Setting(LEVELS[level], seed, *read_texts(prompts, tokenizer), tokenizer, length)
 
 
 def open_pair(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from calibrate.sources import guess_columns, local_documents, plain_text, stdlib_documents
 from formats.chat_template import leading_tokens, read_messages, render_chat
+from formats.chat_tokens import ChatEncoder, Messages
 from formats.errors import RecipeError
 from inference.engine import Engine
 
@@ -60,12 +62,14 @@ class Setting:
     """All that decides what is asked; equal settings give equal cases.
 
     Attributes:
+        letters: What private-use characters of the texts stand for (`formats.chat_tokens`).
         length: Most tokens of a sequence that both models allow.
     """
 
     level: Level
     seed: int
     texts: Mapping[str, str]
+    letters: Mapping[str, str]
     tokenizer: Any
     length: int
 
@@ -73,9 +77,13 @@ class Setting:
         """Random numbers of their own for each purpose."""
         return random.Random(f"{self.seed} {purpose}")
 
+    @cached_property
+    def _encoder(self) -> ChatEncoder:
+        return ChatEncoder(self.tokenizer)
+
     def encode(self, text: str, *, begins: bool = False) -> list[int]:
         """Token ids; with what stands before every text where it begins one."""
-        ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = self._encoder.encode(text, self.letters)
         return [*leading_tokens(self.tokenizer), *ids] if begins else ids
 
     def windows(self, kind: str, count: int, length: int, purpose: str) -> list[list[int]]:
@@ -96,8 +104,8 @@ class Pair(NamedTuple):
     quantized: Engine
 
 
-def read_texts(prompts: Path | None, tokenizer: Any) -> dict[str, str]:
-    """Text by its kind: a file's, or else prose and code that come with Python.
+def read_texts(prompts: Path | None, tokenizer: Any) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Text by its kind, and the letters of `Setting`: a file's, or prose and code of Python's own.
 
     Args:
         prompts: As calibration data: a table with a column of text or of chats, or text.
@@ -106,22 +114,30 @@ def read_texts(prompts: Path | None, tokenizer: Any) -> dict[str, str]:
         RecipeError: it cannot be read, or holds too little.
     """
     if prompts is None:
-        return {"prose": _prose(), "code": "\n".join(stdlib_documents("evaluation"))}
-    column = guess_columns(prompts)
+        return {"prose": _prose(), "code": "\n".join(stdlib_documents("evaluation"))}, {}
+    column, chats = guess_columns(prompts), dict[str, Messages]()
 
     def text_of(value: Any) -> str:
         if isinstance(value, str):
             return plain_text(value)
-        return render_chat(tokenizer, read_messages(value))
+        messages = read_messages(value)
+        text = render_chat(tokenizer, messages)
+        chats[text] = messages
+        return text
 
     rows = local_documents(prompts, next(iter(column.values()), "text"), text_of)
-    text = "\n\n".join(row for row in rows if row.strip())
+    try:
+        hidden, letters = ChatEncoder(tokenizer).texts([*chats.values()])
+    except ValueError as error:
+        raise RecipeError(f"{prompts}: {error}") from error
+    served = dict(zip(chats, hidden, strict=True))  # where a control token in a message is text
+    text = "\n\n".join(served.get(row, row) for row in rows if row.strip())
     if len(text) < 2000:
         raise RecipeError(
             f"{prompts}: found {len(text):,} characters of text; 2,000 are needed at the least. "
             "Give more prompts, or leave --prompts out"
         )
-    return {"prompts": text}
+    return {"prompts": text}, letters
 
 
 def _prose() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from formats.chat_tokens import ChatEncoder
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, NoFixedOrderError, PTQError, RequestError
 from formats.stored.folder import CERTIFICATE, MANIFEST, auxiliary_files
@@ -24,6 +25,7 @@ from ptq.commands import certify as command
 from ptq.commands import inspect, run
 from ptq.output import CERTIFICATE_PAGE
 from tests.conftest import write_quantized
+from tests.formats.test_chat_tokens import FORGED, byte_level, controls
 from tests.ptq.certify.planting import coarse_layer
 from tests.ptq.quantizing import write_recipe
 from tests.refusals import refused_checkpoint, refused_request
@@ -64,7 +66,7 @@ def copied(certified, tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def own() -> Setting:
-    return Setting(SMALL, 0, read_texts(None, None), load_tokenizer(MODEL), 1024)
+    return Setting(SMALL, 0, *read_texts(None, None), load_tokenizer(MODEL), 1024)
 
 
 def measured(original: Path, other: Path, places: int = 16, seed: int = 0):
@@ -174,6 +176,23 @@ def test_a_second_certificate_takes_the_place_of_the_first(copied, tmp_path, unp
     Checkpoint.open(folder, verify=True)
 
 
+def test_chats_of_prompts_have_the_control_tokens_that_they_are_served_with(tmp_path):
+    tokenizer, said = byte_level(), "\n".join(f"{i} {FORGED}" for i in range(20))
+    chats = [[{"role": "user", "content": f"{i}\n{said}"}] for i in range(6)]
+    prompts = tmp_path / "chats.jsonl"
+    prompts.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    asked = Setting(SMALL, 0, *read_texts(prompts, tokenizer), tokenizer, 1024)
+    served = [token for chat in chats for token in ChatEncoder(tokenizer).tokens(chat)]
+    found = asked.encode(asked.texts["prompts"])
+    assert controls(tokenizer, found) == controls(tokenizer, served)
+    assert FORGED in tokenizer.decode(found)
+    pieces = [token for ids in asked.windows("prompts", 6, 200, "a") for token in ids]
+    assert pieces
+    assert len(controls(tokenizer, pieces)) <= 6 * len(
+        controls(tokenizer, served[: len(served) // 6])
+    )
+
+
 @pytest.mark.usefixtures("unpictured")
 def test_a_recipe_asks_for_one_and_its_verdict_is_the_runs(tmp_path, tiny_llama, capsys):
     report = {"speed": False, "attribution": False, "certificate": "quick"}
@@ -227,7 +246,7 @@ def test_cases_are_the_seeds_and_fit_their_length(own):
     first, again = context_cases(own), context_cases(own)
     assert first == again
     assert object_cases(own) == object_cases(own)
-    assert context_cases(Setting(SMALL, 1, {}, own.tokenizer, 1024)) != first
+    assert context_cases(Setting(SMALL, 1, {}, {}, own.tokenizer, 1024)) != first
     for case in first:
         text = own.tokenizer.decode(case.ids)
         for question in case.questions:
