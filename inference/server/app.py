@@ -181,6 +181,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     message = f"{path}: there is no such route; /openapi.json tells which there are"
-    if error.status_code == 405:
-        message = f"{path}: it has no {request.method}, but {(error.headers or {}).get('Allow')}"
-    return Refusal(ApiError(error.status_code, message, headers=error.headers))
+    headers = error.headers
+    if error.status_code == 405:  # GET and HEAD of a path are two routes
+        found = (route for route in request.app.routes if route.matches(request.scope)[0].value)
+        allowed = ", ".join(sorted({method for route in found for method in route.methods}))
+        message, headers = f"{path}: it has no {request.method}, but {allowed}", {"Allow": allowed}
+    return Refusal(ApiError(error.status_code, message, headers=headers))

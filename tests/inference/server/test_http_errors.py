@@ -331,6 +331,10 @@ def test_a_method_that_a_route_has_not_is_told():
         response = ask(method, COMPLETIONS)
         error_of(response, 405)
         assert response.headers["allow"] == "POST"
+    for path in ("/", "/health", "/v1/models", "/v1/models/tiny", "/openapi.json"):
+        response = ask("DELETE", path)
+        assert "it has no DELETE, but GET, HEAD" in error_of(response, 405)["message"]
+        assert response.headers["allow"] == "GET, HEAD"
 
 
 async def test_what_can_be_read_can_be_probed():
