@@ -7,7 +7,8 @@
   schema that all of them hold for, and `unevaluatedProperties` are then its additional ones;
 - `oneOf` of types or values that differ, or of objects that a property with listed values tells
   apart, is `anyOf`; that property is then required, so that an object is one of them and no other;
-- patterns are in ASCII, see `characters`.
+- patterns are in ASCII, see `characters`;
+- formats of which xgrammar allows more, such as a February of 31 days, are patterns.
 
 What is not among these stays as it is, for `json_schema` to check.
 """
@@ -34,6 +35,21 @@ OF_SEVERAL = ("prefixItems", "anyOf", "oneOf", "allOf")
 BOTH: Mapping[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys("minimum exclusiveMinimum minLength minItems minProperties".split(), max),
     **dict.fromkeys("maximum exclusiveMaximum maxLength maxItems maxProperties".split(), min),
+}
+DAYS = (
+    r"(?:\d{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)"
+    r"|02-(?:0[1-9]|1\d|2[0-8]))"
+    r"|(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29)"
+)
+LENGTHS = {"pattern", "minLength", "maxLength"}
+HOURS = r"(?:[01]\d|2[0-3]):[0-5]\d"
+TIME = rf"{HOURS}:[0-5]\d(?:\.\d{{1,9}})?(?:Z|[+\-]{HOURS})"
+BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+FORMATS = {
+    "date": f"^{DAYS}$",
+    "time": f"^{TIME}$",
+    "date-time": f"^{DAYS}T{TIME}$",
+    "ipv4": rf"^(?:{BYTE}\.){{3}}{BYTE}$",
 }
 MOST_MERGED = 2000  # pairs of schemas
 
@@ -86,6 +102,9 @@ class _Rewriter:
             made.setdefault("additionalProperties", made.pop("unevaluatedProperties"))
         if isinstance(made.get("$ref"), str):
             made["$ref"] = self._reference(made["$ref"])
+        plain = "string" in _listed(made.get("type")) and not made.keys() & LENGTHS
+        if plain and isinstance(made.get("format"), str) and made["format"] in FORMATS:
+            made["pattern"] = FORMATS[made.pop("format")]
         if isinstance(made.get("pattern"), str):
             made["pattern"] = in_ascii(made["pattern"])
         if isinstance(named := made.get("patternProperties"), dict):
@@ -347,7 +366,13 @@ def _common_type(one: Any, other: Any) -> Any:
 
 
 def _written(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
+    """Text that is the same for equal values: 1.0 is 1."""
+    return json.dumps(json.loads(json.dumps(value), parse_float=_number), sort_keys=True)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def refused(path: str, message: str) -> RequestError:

@@ -82,6 +82,8 @@ def test_bombs_and_crashes_are_refused_and_the_next_is_compiled(compiler):
         (Constraint.json_schema({"oneOf": [{"type": "string"}, {"maxLength": 3, "type": "string"}]}), "oneOf"),
         (Constraint.json_schema({"oneOf": [{"type": "number"}, {"type": "integer"}]}), "oneOf"),
         (Constraint.json_schema({"oneOf": [{"enum": [1, 2]}, {"const": 2}]}), "oneOf"),
+        (Constraint.json_schema({"oneOf": [{"const": 1}, {"const": 1.0}]}), "oneOf"),
+        (Constraint.json_schema({"oneOf": [{"const": [{"a": 1}]}, {"const": [{"a": 1e0}]}]}), "oneOf"),
         (Constraint.json_schema({"oneOf": [{"const": 1, "nullable": True}, {"const": None}]}), "oneOf"),
         (Constraint.structural_tag({}), "tructural"),
         (Constraint.structural_tag({"type": "structural_tag", "format": {"type": "zz"}}), "tructural"),
@@ -316,6 +318,30 @@ def test_whatever_a_schema_holds_it_is_taken_or_refused():
             Constraint.json_schema({"properties": {"a": True}, "additionalProperties": True}),
             '{"b":1}',
             '{"\ud800":1}',
+        ),
+        *(
+            (
+                Constraint.json_schema({"type": "string", "pattern": f"^{one}$"}),
+                f'"{kept}"',
+                f'"{left}"',
+            )
+            for one in (".", "\\S", "[^b]", "[^-b]", "[\\s\\S]", "[\\W\\da]", "[!-\uffff]")
+            for kept in "a5é\ue000"
+            for left in ("\ud800", "\udfff")
+        ),
+        (Constraint.regex("[^b]."), "aé", "a\udc00"),
+        (Constraint.regex("[^b]."), "é\n", "ba"),
+        *(
+            (Constraint.json_schema({"type": "string", "format": form}), f'"{kept}"', f'"{left}"')
+            for form, kept, left in (
+                ("date", "2024-02-29", "2023-02-29"),
+                ("date", "2000-02-29", "1900-02-29"),
+                ("date", "1999-12-31", "1999-04-31"),
+                ("date-time", "2024-02-29T23:59:59.5Z", "2024-02-30T23:59:59Z"),
+                ("time", "00:00:00+01:30", "24:00:00Z"),
+                ("ipv4", "255.0.19.200", "255.00.19.200"),
+                ("ipv4", "1.2.3.4", "1.2.3.256"),
+            )
         ),
         (Constraint.regex(r"[ -ÿa-é日1]+\[é1\][^é1-]"), "日~\u007f[é1]a", "1[é1]é"),
         (Constraint.regex(r"[-\u00e9\dé-]+"), "-é1", "-d"),
