@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from inference.accuracy import STRANGE, Accuracy, Interval
-from ptq.report.data import LABELS, AlsoMeasured, Check, ReportData, keeps
+from ptq.report.data import LABELS, AlsoMeasured, Check, ReportData, keeps, method_names
 from ptq.report.known import MARGIN, Known, beside_margin
 from ptq.report.page import Cells, Table
 from ptq.text import percent, size_text
@@ -51,8 +51,8 @@ def verdict_of(data: ReportData) -> Verdict:
     doubts = tuple(_doubts(data, unsure))
     if not data.checks:
         headline = (
-            f"No verdict: the recipe sets no thresholds, and what `{data.scheme}` loses by these "
-            "methods was not measured on other models."
+            "No verdict: the recipe sets no thresholds, and no other model has a loss of "
+            f"`{data.scheme}` by {method_names(data.recipe)} to compare this one with."
         )
         return Verdict("grey", "open", headline, margins, doubts)
     if data.failures:
