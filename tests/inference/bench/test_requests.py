@@ -152,17 +152,23 @@ def test_the_command_tells_drafts_with_each_load(tiny_llama, tmp_path, capsys, r
     assert sum(told in note for note in data["notes"]) == 1
 
 
-@pytest.mark.parametrize(("acceptance", "depth"), [(1.0, 2), (3.0, 4), (2.2, 3), (6.0, 5)])
-def test_faked_drafts_come_as_often_as_is_asked(tiny_llama, acceptance, depth):
-    p = chance_of(acceptance, depth)
-    assert sum(p**i for i in range(depth + 1)) == pytest.approx(acceptance)
+@pytest.fixture(scope="module")
+def undrafted(tiny_llama) -> Engine:
+    """An engine that gives the wanted tokens without drafts."""
     config = EngineConfig(max_batch_size=3, max_model_len=512, prefix_cache=False)
     runner = Engine.from_pretrained(tiny_llama, config=config)
     load = Load(batch=3, prompt_tokens=9, new_tokens=240, token=TOKEN)
-    wanted = [output.token_ids for output in ask(runner, load)[0]]
-    assert wanted == [[TOKEN] * 240] * 3
+    assert [output.token_ids for output in ask(runner, load)[0]] == [[TOKEN] * 240] * 3
+    return runner
+
+
+@pytest.mark.parametrize(("acceptance", "depth"), [(1.0, 2), (3.0, 4), (2.2, 3), (6.0, 5)])
+def test_faked_drafts_come_as_often_as_is_asked(undrafted, acceptance, depth):
+    p, runner = chance_of(acceptance, depth), undrafted
+    assert sum(p**i for i in range(depth + 1)) == pytest.approx(acceptance)
+    load = Load(batch=3, prompt_tokens=9, new_tokens=240, token=TOKEN)
     runner.speculate_by(Oracle(TOKEN, p), depth)
-    assert [output.token_ids for output in ask(runner, load)[0]] == wanted
+    assert [output.token_ids for output in ask(runner, load)[0]] == [[TOKEN] * 240] * 3
     found = run_once(runner, load).drafts
     assert found.tokens_per_step == pytest.approx(acceptance, rel=0.12)
 
