@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import median
 from typing import Any
 
 from calibrate.spec import DatasetSpec
@@ -27,13 +28,16 @@ from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import override_value
 from ptq.report.attribution import Attribution
-from ptq.report.data import ReportData, known_methods, recipe_values
+from ptq.report.data import ReportData, known_methods, method_names, recipe_values
+from ptq.report.inspection import distinct_inputs
 from ptq.report.known import Known, known_figures
 
 CLEARLY = 0.8  # of a loss; what loses more is no help
 ALIKE = 1.1  # losses within this factor are about the same
 MUCH = 0.35  # share of the loss
 WEAKEST = 3  # layers that are named
+EVENING = {"rotation", "awq", "smoothquant"}  # methods that make channels alike
+UNEVEN = 25.0  # times the median channel: in SmolLM2 and Gemma 3 half of the inputs have 9 at most
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,25 @@ def advise(data: ReportData, *, save: bool) -> Advice:
             if own is not None:
                 reason += f", where `{own.recipe}` lost {own.kl:.3g}"
             reason += _kept(own_bits(data), recipe_bits(found.recipe, most_inputs(data)))
+            reason += "" if save else _uneven(data)
             return Advice(found.recipe, reason, _command(data, found.recipe))
-    return Advice("", "nothing that was measured saves more" if save else _in_float(data), "")
+    reason = "nothing that was measured saves more" if save else _in_float(data) + _uneven(data)
+    return Advice("", reason, "")
+
+
+def _uneven(data: ReportData) -> str:
+    """That channels of most inputs stand out as in no model that was measured, and what evens them,
+    where weights of 4 bits meet them as they are.
+    """
+    ratios = [row.ratio for row in distinct_inputs(data.outliers) if row.ratio is not None]
+    uneven = median(ratios) if ratios else 0.0
+    evened = EVENING & {*method_names(data.recipe).split(", ")}
+    if uneven < UNEVEN or evened or own_bits(data).weights > 5:
+        return ""
+    return (
+        f"; the largest channel of an input is mostly {uneven:.0f} times its median one: "
+        "the method `rotation`, as in w4_rotated, evens such channels"
+    )
 
 
 def _models(data: ReportData) -> Iterator[list[Known]]:

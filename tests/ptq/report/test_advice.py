@@ -106,6 +106,18 @@ def test_advice_is_that_of_the_nearest_model(made):
     assert "on tiny-python" in more.reason
 
 
+@pytest.mark.parametrize("name", ["w4_gptq", "w4_rotated", "w4_awq", "w8_rtn"])
+def test_channels_that_stand_out_are_said_where_nothing_evens_them(made, name):
+    data = of_recipe(made.data, name)
+    assert "times its median one" not in advise(data, save=False).reason
+    rows = tuple(row.model_copy(update={"ratio": 55.0}) for row in data.outliers)
+    assert any(row.role == "input" for row in rows)
+    uneven = data.model_copy(update={"outliers": rows})
+    told = "is mostly 55 times its median one: the method `rotation`, as in w4_rotated"
+    assert (told in advise(uneven, save=False).reason) == (name == "w4_gptq")
+    assert "times its median one" not in advise(uneven, save=True).reason
+
+
 def test_groups_that_a_recipe_leaves_open_are_those_that_fit_the_model(made):
     data = of_recipe(made.data, "w4_gptq")
     found = data.quantization
