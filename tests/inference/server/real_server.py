@@ -112,7 +112,10 @@ def gone(process: psutil.Process, seconds: float = 5.0) -> bool:
     """Whether a process ends within so many seconds; a zombie has ended."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+        try:
+            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:  # its parent has waited for it
             return True
         time.sleep(0.01)
     return False
