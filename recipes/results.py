@@ -5,8 +5,8 @@
 Each table of costs stands below a line `<!-- table: MODEL -->`, from `measured.csv`; each of
 certificates below a line `<!-- certificates: MODEL -->`, from `certified.csv`, where a row is one
 checkpoint's `certificate.json`, its figures in short. Rows of both come from `python -m
-recipes.run_all MODEL --record`. A plot of each model whose sizes are known is drawn beside the page
-(`results-MODEL.svg`); that of the default model has other tools in it and is `ptq compare`'s.
+recipes.run_all MODEL --record`. A plot of each model whose sizes are known is drawn beside the page:
+`results-MODEL.svg`, and `results.svg` of the default model.
 """
 
 from __future__ import annotations
@@ -199,10 +199,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page and the plots."""
     del argv
     replace_file(PAGE, written(PAGE.read_text(encoding="utf-8")).encode())
-    for model in sorted({row.model for row in known_figures()} - {DEFAULT}):
+    for model in sorted({row.model for row in known_figures()}):
         frame = frame_of(model).dropna(subset=["weights"])
+        name = "results.svg" if model == DEFAULT else f"results-{model}.svg"
         if not frame.empty:
-            replace_file(PAGE.parent / f"results-{model}.svg", comparison.draw(frame).encode())
+            replace_file(PAGE.parent / name, comparison.draw(frame).encode())
     return 0
 
 
