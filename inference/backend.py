@@ -33,8 +33,8 @@ from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.work import Work
 from inference.transformers_code.model import Shape
-from kernels.attention_inputs import KVPool
 from kernels.devices import check_device
+from kernels.op_inputs import KVPool
 
 
 class Loop(Protocol):

@@ -11,7 +11,7 @@ from formats.documents import Strict
 from formats.errors import EngineError
 from inference.proposers import draft_methods
 from inference.scheduling.blocks import blocks_for
-from kernels.attention_inputs import KV_BLOCK
+from kernels.op_inputs import KV_BLOCK
 
 MOST_POSITIONS = 4096  # default limit of a request; models that allow more need to be asked
 MOST_BLOCKS = 512  # default size of the cache, unless one request needs more

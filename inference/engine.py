@@ -56,7 +56,7 @@ from inference.speculate.chain import Target
 from inference.speculate.decoder import SpeculativeDecoder
 from inference.structured.compiler import GrammarCompiler
 from inference.transformers_code.model import CodeModel, CodeShape, Shape, check_config, read_shape
-from kernels.attention_inputs import KV_BLOCK, KVPool
+from kernels.op_inputs import KV_BLOCK, KVPool
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -24,12 +24,11 @@ from torch import Tensor
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
 import kernels.reference_attention as reference_latent
-from kernels.activations import Activation, Clamped
-from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu import native, native_attention, native_ops
-from kernels.cpu.lora import LoraTable
+from kernels.cpu.native_ops import LoraTable
 from kernels.cpu.weights import Int8Weight, NativeWeight, Weight
 from kernels.numerics import dequantize
+from kernels.op_inputs import Activation, AttentionInputs, Clamped, KVPool
 
 
 def _rows():

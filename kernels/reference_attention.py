@@ -32,7 +32,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
+from kernels.op_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.packed_cache import channels, unpack_halves
 from kernels.reference import product
 

@@ -33,7 +33,7 @@ ALLOWED = {
 }
 FLOORS = {
     "kernels": """
-        numerics packed_cache attention_inputs activations devices gumbel_noise low_rank
+        numerics packed_cache op_inputs devices gumbel_noise
         two_level reference
         reference_attention
         cpu
@@ -47,9 +47,9 @@ FLOORS = {
     "kernels.triton": """
         tuning gluon_names versions
         common reference
-        rows sampling attention experts calibration
+        sampling attention experts calibration
         fused
-        linear collective recurrence gated_norm
+        linear collective recurrence norms
         convolution""",
     "formats": """
         errors

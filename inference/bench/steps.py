@@ -33,8 +33,8 @@ from inference.requests.request import SamplingParams
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.scheduler import Scheduler
-from kernels.attention_inputs import KV_BLOCK
 from kernels.bench.measure import copied_bandwidth
+from kernels.op_inputs import KV_BLOCK
 
 if TYPE_CHECKING:
     from inference.gpu.loop import DeviceLoop  # needs Triton

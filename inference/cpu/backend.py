@@ -26,7 +26,7 @@ from inference.models.model import KVHeads, Model, Network
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
 from inference.transformers_code.model import CodeModel, Shape, load_model
-from kernels.attention_inputs import KVPool
+from kernels.op_inputs import KVPool
 
 
 class CpuBackend(OneProcess):

@@ -14,7 +14,7 @@ from inference.models.model import Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.sampler import draw_token
 from inference.scheduling.work import Work, fitting
-from kernels.attention_inputs import KVPool
+from kernels.op_inputs import KVPool
 
 
 class HostChain:

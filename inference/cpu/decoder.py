@@ -18,7 +18,7 @@ from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.layers import FeedForward, GatedMLP, MixtureOfExperts, by_expert, sum_in_order
 from inference.models.parts import Layer
-from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.op_inputs import AttentionInputs, KVPool
 from kernels.ops import (
     apply_rope,
     gated_product,

@@ -17,7 +17,6 @@ from inference.cpu.batch import Batch
 from inference.models.config import ModelConfig, Routing
 from inference.models.parts import LatentProjections
 from inference.models.read import StoredLinear
-from kernels.attention_inputs import AttentionInputs
 from kernels.cpu import native
 from kernels.cpu.structures import FLOATS, FORMATS
 from kernels.cpu.weights import (
@@ -27,6 +26,7 @@ from kernels.cpu.weights import (
     pack_float_weight,
     pack_quantized_weight,
 )
+from kernels.op_inputs import AttentionInputs
 from kernels.ops import (
     apply_rope,
     fake_quantize_fp8,

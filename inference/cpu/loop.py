@@ -35,15 +35,13 @@ from inference.scheduling.acceptance import Acceptance
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.work import Work
 from inference.transformers_code.attention import Query, Step, widened
-from kernels.activations import Gate, Named
-from kernels.attention_inputs import KVPool
 from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
-from kernels.cpu.lora import LoraTable
+from kernels.cpu.native_ops import LoraTable
 from kernels.cpu.weights import NativeWeight
-from kernels.low_rank import LowRank
+from kernels.op_inputs import Gate, KVPool, Named
 from kernels.ops import apply_rope, gated_product, paged_attention, rms_norm, turn_heads, write_kv
 from kernels.packed_cache import channels
-from kernels.reference import gated_norm
+from kernels.reference import LowRank, gated_norm
 
 
 def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor] | None:

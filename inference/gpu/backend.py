@@ -33,7 +33,7 @@ from inference.scheduling.active import ActiveRequests
 from inference.scheduling.batch import RunningBatch
 from inference.scheduling.blocks import blocks_for
 from inference.transformers_code.model import CodeModel, Shape, load_model
-from kernels.attention_inputs import KV_BLOCK, KVPool
+from kernels.op_inputs import KV_BLOCK, KVPool
 from kernels.triton.attention.latent import check_latents
 from kernels.triton.attention.paged_cache import LARGEST_HEAD, check_pages, is_head_size
 from kernels.triton.attention.rope_cache import rope_write

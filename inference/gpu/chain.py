@@ -32,8 +32,8 @@ from inference.models.model import Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.work import fitting, lay_out
 from inference.transformers_code.pieces import Piece
-from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.devices import launches_on
+from kernels.op_inputs import KV_BLOCK, KVPool
 from kernels.triton.sampling.sample import sample
 
 ROWS = 8  # tokens of a sequence that are caught up with as rows; more are computed before

@@ -20,16 +20,14 @@ from inference.gpu.layers import workspace_on
 from inference.transformers_code.attention import Query, Step, widened
 from inference.transformers_code.model import CodeModel, CodeShaped
 from inference.transformers_code.state_pool import StatesInRows
-from kernels.activations import Gate, Named
-from kernels.attention_inputs import KVPool
+from kernels.op_inputs import Gate, KVPool, Named
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.paged_cache import head_size
 from kernels.triton.attention.prefill import prefill_attention
-from kernels.triton.attention.rope_cache import rope_write
-from kernels.triton.attention.rotate import rotate
+from kernels.triton.attention.rope_cache import rope_write, rotate
 from kernels.triton.convolution import causal_convolution
 from kernels.triton.fused import add_rms_norm, gated_product
-from kernels.triton.gated_norm import gated_norm
+from kernels.triton.norms import gated_norm
 from kernels.triton.recurrence import TimeSteps, linear_recurrence
 
 

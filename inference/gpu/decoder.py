@@ -34,19 +34,19 @@ from inference.models.decoder import Decoder
 from inference.models.parts import LatentProjections, Layer
 from inference.proposers import HiddenStates
 from inference.transformers_code.pieces import Piece
-from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cuda.attention import Attention
+from kernels.op_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.invariant import invariant_attention
 from kernels.triton.attention.latent import latent_attention
 from kernels.triton.attention.latent_write import latent_write
 from kernels.triton.attention.prefill import prefill_attention
-from kernels.triton.attention.projection_norm import norm_projections
 from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.common import has_e4m3
 from kernels.triton.fused import add_rms_norm
 from kernels.triton.linear.weight import InputFormat
-from kernels.triton.sampling.softcap import softcap_logits
+from kernels.triton.norms import norm_projections
+from kernels.triton.sampling.logits import softcap_logits
 
 GpuDecoder = Decoder[GpuLinear, GpuExperts]
 

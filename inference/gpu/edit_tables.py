@@ -20,7 +20,7 @@ from torch import Tensor
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.sequence import MASKED_DRAFTS, MOST_EDITS
 from inference.scheduling.work import Work
-from kernels.triton.sampling.edits import LISTED, Edits
+from kernels.triton.sampling.logits import LISTED, Edits
 
 assert MOST_EDITS == LISTED
 

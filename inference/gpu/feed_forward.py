@@ -1,7 +1,7 @@
 """Feed-forward layers of a step on a GPU: a gated MLP, or a mixture of them.
 
 The experts of a mixture lie side by side in memory and run as one, on rows that are sorted on the
-device (`kernels.triton.experts.sorting`): nothing is asked of the host, and a step can be captured.
+device (`kernels.triton.experts`): nothing is asked of the host, and a step can be captured.
 Only many tokens of prompts go through large experts one by one, in steps that are not captured:
 there the kernels for many rows are ahead by more than launches cost.
 """
@@ -17,9 +17,8 @@ from torch import Tensor
 from inference.gpu.adapters import BlockAdapters, run_adapted
 from inference.gpu.layers import GpuLinear, as_wanted, warn_of, workspace_on
 from inference.models.layers import GatedMLP, MixtureOfExperts, by_expert
-from kernels.activations import Activation
-from kernels.triton.experts.routing import combine, route
-from kernels.triton.experts.sorting import SortedRows, sort_by_expert
+from kernels.op_inputs import Activation
+from kernels.triton.experts import SortedRows, combine, route, sort_by_expert
 from kernels.triton.fused import gated_product, quantize_rows
 from kernels.triton.linear.weight import GpuWeight, InputFormat
 from kernels.triton.tuning import fewest_rows, power_of_two

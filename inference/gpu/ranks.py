@@ -14,8 +14,7 @@ from torch import Tensor
 
 from inference.gpu.layers import GpuLinear
 from inference.gpu.steps import StepPlan
-from kernels.triton.collective.all_reduce import AllReduce
-from kernels.triton.collective.scaling import Scaling
+from kernels.triton.collective.all_reduce import AllReduce, Scaling
 from kernels.triton.linear.weight import InputFormat
 
 

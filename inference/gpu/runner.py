@@ -49,8 +49,8 @@ from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.work import Work
 from inference.transformers_code.model import CodeModel
 from inference.transformers_code.pieces import alone_in, pieces_of
-from kernels.attention_inputs import KVPool
 from kernels.devices import launches_on
+from kernels.op_inputs import KVPool
 
 
 @dataclass

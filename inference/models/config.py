@@ -16,7 +16,7 @@ from formats.families.sizes import LatentSizes, heads_of, latent_sizes, needed, 
 from formats.modeling.config import transformers_config
 from formats.modeling.rotary import Growth, Rotary, read_growth, read_rotary
 from inference.models.model import KVHeads
-from kernels.activations import Activation, Clamped
+from kernels.op_inputs import Activation, Clamped
 
 NEEDED = (  # transformers has defaults for them, which are another model's
     "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size "

@@ -20,8 +20,8 @@ from inference.config import EngineConfig
 from inference.models.model import KVHeads, ModelShape
 from inference.models.parts import held_scales
 from inference.scheduling.blocks import BlockChanges
-from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import INT4, TYPES
+from kernels.op_inputs import KV_BLOCK, KVPool
 from kernels.packed_cache import feedback_of, turn_size, turned
 
 if TYPE_CHECKING:

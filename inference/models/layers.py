@@ -23,7 +23,7 @@ from torch import Tensor
 
 from inference.models.config import ModelConfig, Routing
 from inference.models.read import StoredLinear
-from kernels.activations import Activation
+from kernels.op_inputs import Activation
 
 
 class LinearLayer(Protocol):

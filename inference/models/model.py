@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from torch import Tensor
 
 from inference.scheduling.batch import Bools, Ints, RunningBatch
-from kernels.attention_inputs import KVPool
+from kernels.op_inputs import KVPool
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ from inference.parallel.loader import RankLoader
 from inference.parallel.messages import HoldAdapter
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard
-from kernels.cpu.lora import LoraTable
-from kernels.low_rank import LowRank
+from kernels.cpu.native_ops import LoraTable
 from kernels.ops import add_lora
+from kernels.reference import LowRank
 
 
 def cut_parts(parts: AdapterParts, loader: RankLoader) -> AdapterParts:

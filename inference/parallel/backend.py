@@ -41,7 +41,7 @@ from inference.parallel.worker import TorchrunStart, run_rank, torchrun_place
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
 from inference.transformers_code.model import Shape
-from kernels.attention_inputs import KVPool
+from kernels.op_inputs import KVPool
 
 ABORTED_WITHIN = 10.0  # seconds
 STUCK_AFTER = 3.0  # seconds in which what a GPU waits for ends once a rank is gone

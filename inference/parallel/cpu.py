@@ -29,7 +29,6 @@ from inference.parallel.loader import RankLoader
 from inference.parallel.messages import HoldAdapter, Task
 from inference.parallel.ranks import Ranks
 from inference.scheduling.active import ActiveRequests
-from kernels.attention_inputs import KVPool
 from kernels.cpu.weights import Weight, pack_quantized_weight
 from kernels.numerics import (
     FP8,
@@ -40,6 +39,7 @@ from kernels.numerics import (
     fake_quantize,
     quantize,
 )
+from kernels.op_inputs import KVPool
 from kernels.ops import fake_quantize_fp8, linear
 from kernels.reference import RUN
 

@@ -39,9 +39,8 @@ from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.batch import RunningBatch
 from inference.scheduling.work import Work
-from kernels.attention_inputs import KVPool
-from kernels.triton.collective.all_reduce import AllReduce
-from kernels.triton.collective.scaling import Scaling
+from kernels.op_inputs import KVPool
+from kernels.triton.collective.all_reduce import AllReduce, Scaling
 from kernels.triton.linear.weight import InputFormat
 
 CONNECTING = "connecting its GPU with the others'"

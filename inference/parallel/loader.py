@@ -27,7 +27,7 @@ from inference.parallel.ranks import Ranks
 from inference.parallel.shard import shard_of
 from inference.scheduling.active import ActiveRequests
 from inference.transformers_code.model import Shape, read_shape
-from kernels.attention_inputs import KVPool
+from kernels.op_inputs import KVPool
 
 MEETING = "meeting the other ranks"
 LOOPBACK = "127.0.0.1"

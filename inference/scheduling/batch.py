@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from inference.scheduling.sequence import PENDING, Draw, Sequence, Terms
 from inference.scheduling.states import StateRows
-from kernels.attention_inputs import KV_BLOCK
+from kernels.op_inputs import KV_BLOCK
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

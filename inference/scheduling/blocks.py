@@ -26,7 +26,7 @@ from typing import NamedTuple
 from formats.errors import EngineError
 from inference.scheduling.prefix_tree import Key, Node, PrefixTree, whole_blocks
 from inference.scheduling.states import EVERY, StateRows
-from kernels.attention_inputs import KV_BLOCK
+from kernels.op_inputs import KV_BLOCK
 
 
 @dataclass(frozen=True)

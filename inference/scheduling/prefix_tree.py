@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from kernels.attention_inputs import KV_BLOCK
+from kernels.op_inputs import KV_BLOCK
 
 Key = tuple[int, bytes]
 

@@ -34,7 +34,7 @@ from inference.scheduling.prompt_share import ChunkedPrefill, Prompt
 from inference.scheduling.sequence import MASKED_DRAFTS, Sequence
 from inference.scheduling.states import whole_pieces
 from inference.scheduling.work import Work, fitting
-from kernels.attention_inputs import KV_BLOCK
+from kernels.op_inputs import KV_BLOCK
 
 if TYPE_CHECKING:
     from inference.speculate.decoder import SpeculativeDecoder

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from formats.errors import RequestError
 from inference.scheduling.blocks import Beginning, blocks_for
-from kernels.attention_inputs import KV_BLOCK
+from kernels.op_inputs import KV_BLOCK
 
 if TYPE_CHECKING:
     from inference.scheduling.batch import RunningBatch

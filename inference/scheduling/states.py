@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from kernels.attention_inputs import KV_BLOCK
+from kernels.op_inputs import KV_BLOCK
 
 EVERY = 8  # blocks between two snapshots in the middle of a prompt
 SNAPSHOTS = 32  # at least, by default

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.scheduling.batch import Bools, Ints, RunningBatch
-from kernels.attention_inputs import KV_BLOCK
+from kernels.op_inputs import KV_BLOCK
 
 
 class BatchLayout(NamedTuple):

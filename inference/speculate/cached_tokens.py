@@ -33,7 +33,7 @@ from inference.scheduling.states import DRAFTS, StateRows, piece_of
 from inference.scheduling.work import Work, fitting
 from inference.transformers_code.model import CodeModel
 from inference.transformers_code.pieces import Piece, pieces_of
-from kernels.attention_inputs import KV_BLOCK
+from kernels.op_inputs import KV_BLOCK
 
 Hashes = NDArray[np.uint64]
 

@@ -26,7 +26,7 @@ from inference.proposers import Proposer
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.speculate.cached_tokens import CachedTokens
 from inference.transformers_code.attention import Step
-from kernels.attention_inputs import KVPool
+from kernels.op_inputs import KVPool
 
 
 @dataclass(frozen=True)

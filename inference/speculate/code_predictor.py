@@ -28,7 +28,7 @@ from inference.transformers_code.attention import running
 from inference.transformers_code.linear import RoutedExperts
 from inference.transformers_code.load import load_predicting
 from inference.transformers_code.model import CodeModel, CodeShape
-from kernels.attention_inputs import KVPool
+from kernels.op_inputs import KVPool
 
 FULL = "full_attention"  # what configurations call it
 

@@ -36,7 +36,7 @@ from inference.speculate.chain import (
     network_backend,
     require_memory,
 )
-from kernels.attention_inputs import KV_BLOCK, KVPool
+from kernels.op_inputs import KV_BLOCK, KVPool
 
 
 class Head(Protocol):

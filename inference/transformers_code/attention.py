@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from formats.errors import CheckpointError
 from inference.transformers_code.pieces import Piece
-from kernels.activations import Gate, Named
-from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.op_inputs import AttentionInputs, Gate, KVPool, Named
 
 if TYPE_CHECKING:
     from inference.transformers_code.model import CodeShaped

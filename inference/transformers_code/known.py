@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from inference.transformers_code.attention import current_step
 from inference.transformers_code.linear import BackendLinear, PartOfLinear
-from kernels.activations import Gate, Named
+from kernels.op_inputs import Gate, Named
 from kernels.reference import gated_norm
 
 if TYPE_CHECKING:

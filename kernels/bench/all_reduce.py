@@ -31,10 +31,9 @@ from torch import Tensor
 
 from kernels.bench.case import copies_of, replay
 from kernels.triton.collective import reference
-from kernels.triton.collective.all_reduce import AllReduce
+from kernels.triton.collective.all_reduce import AllReduce, Scaling
 from kernels.triton.collective.choice import BOUNDS, Way
 from kernels.triton.collective.memory import Sizes, over_group
-from kernels.triton.collective.scaling import Scaling
 from kernels.triton.common import alone
 
 SIZES = ((1, 4096), (16, 4096), (1, 8192), (64, 8192), (1024, 8192))  # rows, hidden

@@ -17,14 +17,13 @@ from torch import Tensor
 
 import kernels.ops as ops
 import kernels.reference_attention as reference_attention
-from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
-from kernels.bench.case import BenchCase, Limits, calls, copies_of
-from kernels.bench.draw import Numbers, draw_weight, relative
+from kernels.bench.case import BenchCase, Limits, Numbers, calls, copies_of, draw_weight, relative
 from kernels.bench.peers.torch_peers import TORCH_ROWS, OnRows
 from kernels.bench.shapes import CPU_LAYERS, AttentionShape, Gemm, Rows, Selection
 from kernels.cpu import native
 from kernels.cpu.structures import FORMATS
 from kernels.cpu.weights import NativeWeight, pack_float_weight, pack_quantized_weight
+from kernels.op_inputs import KV_BLOCK, AttentionInputs, KVPool
 
 CPU_SHAPES = ((8192, 2048), (2048, 8192))  # outputs x inputs
 CPU_ROWS = (1, 4, 16, 64, 256)

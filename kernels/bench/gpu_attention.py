@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 import kernels.triton.reference as twins
-from kernels.attention_inputs import AttentionInputs, KVPool
-from kernels.bench.case import BenchCase, copies_of
-from kernels.bench.draw import FP8, relative
+from kernels.bench.case import FP8, BenchCase, copies_of, relative
 from kernels.bench.shapes import DECODE, PREFILL, AttentionShape, Selection
+from kernels.op_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.latent import latent_attention
 from kernels.triton.attention.paged_cache import scale_kind

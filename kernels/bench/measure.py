@@ -282,7 +282,7 @@ class Bench:
 
     def added(self, shape: Gemm) -> float:
         """What quantization of a layer's inputs adds to the op before."""
-        from kernels.bench.gpu_rows import before
+        from kernels.bench.gpu_cases import before
 
         kind = shape.family if shape.family.startswith("fp8") else "int8"
         size = shape.rows, shape.inputs, shape.inputs > shape.outputs
@@ -297,11 +297,11 @@ def cases_of(
 ) -> Iterator[tuple[str, BenchCase]]:
     """The cases of families on a device, each made when the one before is done with."""
     if device.type == "cuda":
-        from kernels.bench import gpu_attention, gpu_linear, gpu_rows
+        from kernels.bench import gpu_attention, gpu_cases
         from kernels.triton.common import Workspace
 
         workspace = Workspace.on("cuda")
-        kinds = {**gpu_attention.CASES, **gpu_linear.CASES, **gpu_rows.CASES}
+        kinds = {**gpu_attention.CASES, **gpu_cases.CASES}
         made = {family: partial(make, workspace) for family, make in kinds.items()}
     else:
         from kernels.bench import cpu_cases

@@ -51,7 +51,7 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
 def _whole(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
     """Candidates of the kernel that takes whole tiles of 8-bit weights."""
     from kernels.triton.common import capability
-    from kernels.triton.linear.hopper.w8_launch import FAST_INPUTS, many_rows_tiles
+    from kernels.triton.linear.hopper.launch import FAST_INPUTS, many_rows_tiles
 
     if capability() == 90:
         long = family == "fp8" and inputs > FAST_INPUTS
@@ -166,7 +166,7 @@ def entries(
     family: str, arguments: argparse.Namespace, device: torch.device
 ) -> Iterator[tuple[tuple[str, ...], BenchCase, Iterator[Any]]]:
     """A family's entries of the table: their keys, what is measured, and the candidates."""
-    from kernels.bench import gpu_attention, gpu_linear
+    from kernels.bench import gpu_attention, gpu_cases
     from kernels.triton.common import Workspace
 
     workspace, processors = Workspace.on(device), tuning.multiprocessors(device)
@@ -187,5 +187,5 @@ def entries(
         for (outputs, inputs), (own, rows) in itertools.product(arguments.shapes, rows_of.items()):
             if has_choice(family, rows):
                 size = (rows, outputs, inputs)
-                case = gpu_linear.gemm(family.removesuffix("_many"), *size, workspace)
+                case = gpu_cases.gemm(family.removesuffix("_many"), *size, workspace)
                 yield (f"{outputs}x{inputs}", str(own)), case, tiles(family, *size, processors)

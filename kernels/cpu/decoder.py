@@ -15,12 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.activations import Activation
-from kernels.attention_inputs import KVPool
 from kernels.cpu import native
-from kernels.cpu.lora import LoraTable
 from kernels.cpu.native_attention import check_pool, formats
+from kernels.cpu.native_ops import LoraTable
 from kernels.cpu.structures import ACTIVATIONS, FLOATS, FORMATS, fields, pointer
+from kernels.op_inputs import Activation, KVPool
 from kernels.packed_cache import channels
 
 PACKED_ROWS = -1  # format of an embedding that is the rows of a packed weight

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
-from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.cpu import native
 from kernels.cpu.structures import (
     FORMATS,
@@ -28,6 +27,7 @@ from kernels.cpu.structures import (
     WriteKvArgs,
     pointer,
 )
+from kernels.op_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.packed_cache import channels
 
 _POOLS = {dtype: FORMATS[name] for dtype, name in STORAGE_NAMES.items()} | {

@@ -7,7 +7,7 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
-from kernels.activations import Activation
+from kernels.op_inputs import Activation
 
 FLOATS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # of weights
 FORMATS = {"f32": 0, "bf16": 1, "fp8_e4m3": 2, "int8": 3, "int4": 4, "f16": 5}

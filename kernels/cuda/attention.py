@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu.structures import pointer
+from kernels.op_inputs import AttentionInputs, KVPool
 from kernels.triton.common import require
 from kernels.triton.tuning import power_at_most
 

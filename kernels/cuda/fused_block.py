@@ -44,9 +44,9 @@ from kernels.cuda.attention import Attention, AttentionShape, CacheArguments
 from kernels.cuda.nvrtc import CudaKernel
 from kernels.triton.common import require
 from kernels.triton.linear.packing import BLOCK
-from kernels.triton.linear.w4a16 import W4A16Weight
 from kernels.triton.linear.w8a8 import W8A8Weight
 from kernels.triton.linear.weight import InputFormat
+from kernels.triton.linear.weight_only import W4A16Weight
 
 SOURCE = Path(__file__).with_name("fused_block.cu")
 MOST_ROWS = 2

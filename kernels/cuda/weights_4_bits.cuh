@@ -1,4 +1,4 @@
-// Weights of 4 bits times bf16 inputs, as kernels.triton.linear.w4a16 packs them: words [inputs / 128,
+// Weights of 4 bits times bf16 inputs, as kernels.triton.linear.weight_only packs them: words [inputs / 128,
 // outputs / 64, 1024], of a tile the first 8 outputs of each of its 4 groups, then the others.
 
 template <int P>

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 import kernels.reference as reference
-from kernels.activations import Activation, Clamped
-from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.numerics import FP8, INT4, INT8, block_absmax, choose_scale, dequantize, quantize
+from kernels.op_inputs import Activation, AttentionInputs, Clamped, KVPool
 from kernels.packed_cache import compensated, pack_halves, token_scales, turned, unpack_halves
 
 

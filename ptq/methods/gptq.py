@@ -38,7 +38,7 @@ with later():
 
     import kernels.numerics as numerics
     from formats.stored import weights as storage
-    from kernels.triton.calibration import columns as kernels
+    from kernels.triton.calibration import feedback as kernels
     from ptq.methods.common import feedback as expected
     from ptq.methods.common import fitting, moments, rounding
 
@@ -198,7 +198,7 @@ def gptq_columns(
     factor: Tensor,
     kind: numerics.QuantizedType,
 ) -> Tensor:
-    """Solve a block of columns; `kernels.triton.calibration.columns.gptq_block` is it for a GPU.
+    """Solve a block of columns; `kernels.triton.calibration.feedback.gptq_block` is it for a GPU.
 
     Args:
         columns: fp32 [B, N]; becomes the values of the type.

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DECIDING = (  # folders and files of our code
     "calibrate",
     "formats",
-    "kernels/activations.py",
+    "kernels/op_inputs.py",
     "kernels/cpu/build.py",
     "kernels/cpu/csrc/feedback.h",
     "kernels/cpu/native.py",

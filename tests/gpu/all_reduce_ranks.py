@@ -45,7 +45,7 @@ def sums_of(rank: int, reduce: Any, at: Any, rows: int, integers: bool) -> list[
     """The same of some rows."""
     from kernels.triton import fused
     from kernels.triton.collective import reference
-    from kernels.triton.collective.scaling import Scaling
+    from kernels.triton.collective.all_reduce import Scaling
 
     sizes, wrong = reduce.memory.sizes, []
     residual, weight, factors = others(rows, sizes.hidden)

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.skipif(
 )
 if torch.cuda.is_available():
     from inference.gpu.layers import as_wanted, workspace_on
-    from kernels.attention_inputs import AttentionInputs, KVPool
-    from kernels.bench.draw import relative
+    from kernels.bench.case import relative
     from kernels.cuda.attention import Attention, attention_shape
     from kernels.cuda.fused_block import BlockWeights, FusedBlocks
+    from kernels.op_inputs import AttentionInputs, KVPool
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.attention.rope_cache import rope_write
     from kernels.triton.linear.w8a8 import pack_w8a8

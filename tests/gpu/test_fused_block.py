@@ -15,11 +15,11 @@ pytestmark = pytest.mark.skipif(
 )
 if torch.cuda.is_available():
     from inference.bench.steps import make_engine
-    from kernels.bench.draw import relative
+    from kernels.bench.case import relative
     from kernels.cuda.fused_block import BlockWeights, FusedBlocks, Router
-    from kernels.triton.linear.w4a16 import pack_w4a16
     from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.linear.weight import InputFormat
+    from kernels.triton.linear.weight_only import pack_w4a16
 
     FLOATS = [InputFormat(torch.bfloat16)] * 4
 

@@ -10,8 +10,7 @@ if torch.cuda.is_available():
     from kernels.bench.all_reduce import on_ranks
     from kernels.triton import fused
     from kernels.triton.collective import reference
-    from kernels.triton.collective.all_reduce import AllReduce
-    from kernels.triton.collective.scaling import Scaling
+    from kernels.triton.collective.all_reduce import AllReduce, Scaling
     from kernels.triton.linear.w8a8 import pack_w8a8
     from tests.gpu.all_reduce_ranks import many_exchanges, parts_of, sums_on_a_rank
 

@@ -308,7 +308,7 @@ def test_experts_as_one_and_one_by_one(scheme, monkeypatch):
 
 def test_logits_of_a_router_that_are_none_name_experts():
     """Else weights would be read outside of memory."""
-    from kernels.triton.experts.routing import route
+    from kernels.triton.experts import route
 
     for experts in (5, 60, 200):
         logits = torch.full((9, experts), float("nan"), device="cuda")

@@ -16,14 +16,14 @@ from tests.tiny_families import TINY
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.attention_inputs import KVPool
-    from kernels.bench import draw, gpu_attention
+    from kernels.bench import case, gpu_attention
+    from kernels.op_inputs import KVPool
     from kernels.triton import fused
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.attention.prefill import prefill_attention
-    from kernels.triton.attention.projection_norm import norm_projections
     from kernels.triton.attention.rope_cache import rope_write
-    from kernels.triton.sampling.softcap import softcap_logits
+    from kernels.triton.norms import norm_projections
+    from kernels.triton.sampling.logits import softcap_logits
     from kernels.triton.tuning import KVSplit, PrefillTile
     from tests.gpu.test_triton_kernels import random_inputs
 
@@ -165,7 +165,7 @@ def test_attention_of_changed_logits(storage, kind, dim, change, workspace):
     wanted = twins.decode_attention(q[:7], inputs)
     for split in (None, KVSplit(2, 1), KVSplit(4, 3), KVSplit(2, 16)):
         got, again = (decode_attention(q[:7], inputs, workspace, split=split) for _ in "ab")
-        assert draw.relative(got, wanted) < 4e-3, split
+        assert case.relative(got, wanted) < 4e-3, split
         assert torch.equal(got, again)
     from dataclasses import replace
 
@@ -174,7 +174,7 @@ def test_attention_of_changed_logits(storage, kind, dim, change, workspace):
     tokens, stages = 64 if dim <= 128 else 32, 3 if dim <= 256 else 1
     for tile, decodes in ((None, 2), (PrefillTile(64, tokens, 8, stages), 0)):
         got = prefill_attention(q, inputs, workspace, decodes, tile=tile)
-        assert draw.relative(got, wanted) < 4e-3, tile
+        assert case.relative(got, wanted) < 4e-3, tile
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_few_tokens_behind_many_share_their_pages(storage, kind, dim, workspace)
     wanted = twins.prefill_attention(q, inputs)
     for decodes in (0, 1):
         found = [prefill_attention(q, inputs, workspace, decodes) for _ in range(5)]
-        assert draw.relative(found[0], wanted) < 4e-3
+        assert case.relative(found[0], wanted) < 4e-3
         assert all(torch.equal(found[0], again) for again in found)
         assert not workspace.arrivals.any()
 
@@ -219,12 +219,12 @@ def test_norms_of_what_is_added_and_products(storage, size):
             f.add_rms_norm(x, residual, weight, 1e-6, None, dtype, after=after)
             for f in (fused, twins)
         )
-        assert draw.relative(got[2], wanted[2].double()) < 1e-3
+        assert case.relative(got[2], wanted[2].double()) < 1e-3
         own, rows = (
             part[0].double() * (1 if part[1] is None else part[1].double())
             for part in (got, wanted)
         )
-        assert draw.relative(own, rows) < {"int8": 2e-3, "bfloat16": 2e-3}.get(storage, 1e-2)
+        assert case.relative(own, rows) < {"int8": 2e-3, "bfloat16": 2e-3}.get(storage, 1e-2)
     gate_up = torch.randn(33, 2 * size, device="cuda").bfloat16() * 3
     for activation in ("silu", "gelu", "gelu_tanh"):
         got, wanted = (
@@ -232,7 +232,7 @@ def test_norms_of_what_is_added_and_products(storage, size):
         )
         own, rows = (part[0].double() for part in (got, wanted))
         if dtype == torch.bfloat16:  # the last bit is that of the kernel's own tanh and erf
-            assert draw.relative(own, rows) < 1e-3
+            assert case.relative(own, rows) < 1e-3
         else:
             assert (own != rows).double().mean() < 2e-3
 
@@ -241,7 +241,7 @@ def test_norms_of_whole_projections_and_bounded_logits():
     qkv = torch.randn(33, 4096 + 2 * 1024, device="cuda").bfloat16()
     norms = torch.rand(4096, device="cuda"), torch.rand(1024, device="cuda").bfloat16()
     wanted = twins.norm_projections(qkv, *norms, 1e-6)
-    assert draw.relative(norm_projections(qkv, *norms, 1e-6), wanted.double()) < 2e-3
+    assert case.relative(norm_projections(qkv, *norms, 1e-6), wanted.double()) < 2e-3
     logits = torch.randn(5, 262208, device="cuda") * 40
     logits[1, 2] = float("nan")
     wanted = 30 * torch.tanh(logits.double() / 30)
@@ -270,7 +270,7 @@ def test_cache_write_of_other_heads(dim, tokens):
         out = write(q, k, v, *turns, pool, slots.to(device), growth=growth.to(device))
         found.append((out.cpu(), *(t.cpu() for t in pools)))
     got, wanted = found
-    assert draw.relative(got[0], wanted[0].double()) < 4e-3
+    assert case.relative(got[0], wanted[0].double()) < 4e-3
     assert (got[1].int() - wanted[1].int()).abs().max() <= 1
     assert (got[1] != wanted[1]).float().mean() < 1e-3
     assert torch.equal(got[2], wanted[2])

@@ -10,8 +10,8 @@ from tests.tiny_families import DEEPSEEK
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
-    from kernels.attention_inputs import KVPool
     from kernels.bench import gpu_attention
+    from kernels.op_inputs import KVPool
     from kernels.triton.attention.latent import LatentTile
     from kernels.triton.attention.latent_write import latent_write
 

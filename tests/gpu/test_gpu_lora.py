@@ -8,7 +8,7 @@ import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
-    from kernels.bench.draw import relative
+    from kernels.bench.case import relative
     from kernels.triton import fused
     from kernels.triton.common import alone
     from kernels.triton.linear.lora import LoraStack, add_lora

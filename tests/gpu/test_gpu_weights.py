@@ -8,11 +8,10 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.bench import draw, gpu_linear
+    from kernels.bench import case, gpu_cases
     from kernels.bench.shapes import VARIANTS
     from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.linear.w8a16 import pack_w8a16
+    from kernels.triton.linear.weight_only import pack_w4a16, pack_w8a16
     from kernels.triton.tuning import Tile
 
 ROWS = (1, 16, 33, 64, 128, 300, 600)
@@ -31,33 +30,33 @@ def test_families_equal_their_fp64_twins(base, dtype, workspace):
     for variant in VARIANTS:
         for rows in ROWS:
             for outputs, inputs in ((6144, 4096), (192, 1408)):
-                gpu_linear.gemm(base + variant, rows, outputs, inputs, workspace, dtype).check()
+                gpu_cases.gemm(base + variant, rows, outputs, inputs, workspace, dtype).check()
 
 
 @pytest.mark.parametrize(("group", "zeros"), KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weight_only_of_every_kind(bits, group, zeros, workspace):
     pack = pack_w4a16 if bits == 4 else pack_w8a16
-    q, scale, zero = draw.grouped_weight(bits, 512, 1024, group, zeros)
+    q, scale, zero = case.grouped_weight(bits, 512, 1024, group, zeros)
     bias = torch.randn(512, device="cuda")
     for scales in (scale, scale.half(), scale.bfloat16()):
         weight = pack(q, scales, bias, zero)
         for dtype, bound in BOUNDS.items():
             exact = twins.grouped_weight(q, scales, zero)
-            assert draw.relative(weight.dequantize(dtype), exact) < bound
+            assert case.relative(weight.dequantize(dtype), exact) < bound
             for rows in (1, 16, 70, 600):
                 x = torch.randn(rows, 1024, device="cuda").to(dtype)
                 wanted = twins.grouped_linear(x, q, scales, bias, None, zero)
                 tiles = (None, Tile(128, 16, 3), Tile(64, 64, 1, 3), Tile(128, 128, 1, 3, 8))
                 for tile in tiles:
                     got = weight.run(x, None, workspace, dtype, tile=tile)
-                    assert draw.relative(got, wanted) < bound, (rows, tile, dtype)
+                    assert case.relative(got, wanted) < bound, (rows, tile, dtype)
     assert not workspace.arrivals.any()
 
 
 @pytest.mark.parametrize(("group", "zeros"), KINDS)
 def test_w4a8_integers_are_exact(group, zeros, workspace):
-    q, scale, zero = draw.grouped_weight(4, 512, 1024, group, zeros)
+    q, scale, zero = case.grouped_weight(4, 512, 1024, group, zeros)
     scale = torch.ones_like(scale)
     weight, one = pack_w4a8(q, scale, None, zero), torch.ones(1, device="cuda")
     for rows in (1, 16, 40, 200, 1000):
@@ -72,7 +71,7 @@ def test_w4a8_integers_are_exact(group, zeros, workspace):
 def test_many_rows(variant, workspace):
     for base in ("w4a8", "w4a16", "w8a16"):
         for rows in (513, 2048, 8192):
-            gpu_linear.gemm(base + variant, rows, 1024, 4096, workspace).check()
+            gpu_cases.gemm(base + variant, rows, 1024, 4096, workspace).check()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -99,7 +98,7 @@ def test_the_largest_integers(bits, workspace):
 @pytest.mark.parametrize(("group", "zeros"), KINDS)
 def test_weights_of_several_experts_are_packed_as_on_a_cpu(group, zeros):
     for pack, bits in ((pack_w4a16, 4), (pack_w4a8, 4), (pack_w8a16, 8)):
-        parts = draw.grouped_weight(bits, 3 * 128, 1024, group, zeros)
+        parts = case.grouped_weight(bits, 3 * 128, 1024, group, zeros)
         q, scale, zero = (None if p is None else p.view(3, 128, -1) for p in parts)
         there = pack(q, scale, None, zero)
         here = pack(q.cpu(), scale.cpu(), None, None if zero is None else zero.cpu())
@@ -108,7 +107,7 @@ def test_weights_of_several_experts_are_packed_as_on_a_cpu(group, zeros):
 
 
 def test_a_graph_replays_what_was_captured(workspace):
-    q, scale, zero = draw.grouped_weight(8, 512, 1024, 1024, True)
+    q, scale, zero = case.grouped_weight(8, 512, 1024, 1024, True)
     weight, x = pack_w8a16(q, scale, None, zero), torch.randn(4, 1024, device="cuda").half()
     weight.run(x, None, workspace, x.dtype)
     graph = torch.cuda.CUDAGraph()

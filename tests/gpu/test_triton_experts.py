@@ -17,7 +17,7 @@ def test_rows_of_experts_are_multiplied_by_their_weights(tokens, rows, by_pair, 
     from dataclasses import replace
 
     from kernels.triton.common import Workspace
-    from kernels.triton.experts.sorting import sort_by_expert
+    from kernels.triton.experts import sort_by_expert
     from tests.kernels.expert_cases import EXACT, FAMILIES, make_rows, make_weights, plain_rows
 
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def test_rows_of_experts_are_multiplied_by_their_weights(tokens, rows, by_pair, 
 def test_mxfp4_weights_are_multiplied_exactly(dtype, tokens, rows):
     """Of 2880 inputs, the subnormal 0.5 among elements: only sums and the result are rounded."""
     from kernels.triton.common import Workspace
-    from kernels.triton.experts.sorting import sort_by_expert
+    from kernels.triton.experts import sort_by_expert
     from tests.kernels.expert_cases import make_weights
 
     torch.manual_seed(0)

@@ -10,8 +10,8 @@ pytestmark = [
     pytest.mark.usefixtures("poison"),
 ]
 if torch.cuda.is_available():
-    from kernels.bench.draw import draw_weight, relative
-    from kernels.bench.gpu_linear import pack
+    from kernels.bench.case import draw_weight, relative
+    from kernels.bench.gpu_cases import pack
     from kernels.bench.shapes import Gemm
     from kernels.triton.tuning import Tile
 

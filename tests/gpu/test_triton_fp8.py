@@ -8,7 +8,7 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.bench import draw, gpu_linear
+    from kernels.bench import case, gpu_cases
     from kernels.triton import fused
     from kernels.triton.common import capability
     from kernels.triton.linear.fp8_block import LIBRARY_ROWS, pack_fp8_block
@@ -27,7 +27,7 @@ def seed():
 @pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 131, 300, 600])
 def test_blocks_equal_their_fp64_twin(dtype, rows, workspace):
     for outputs, inputs in ((6144, 4096), (192, 1408), (576, 10944), (1000, 208)):
-        gpu_linear.gemm("fp8_block", rows, outputs, inputs, workspace, dtype).check()
+        gpu_cases.gemm("fp8_block", rows, outputs, inputs, workspace, dtype).check()
 
 
 def test_every_cut_gives_the_twin_and_the_same_bits_twice(workspace):
@@ -39,7 +39,7 @@ def test_every_cut_gives_the_twin_and_the_same_bits_twice(workspace):
     cuts = [(o, r, s) for o in (64, 128) for r in (16, 32, 64) for s in (1, 3)]
     for tile in (*(Tile(*cut) for cut in cuts), Tile(256, 16, 2), Tile(128, 128, 1, 3, 8)):
         got = weight.run(xq, own, workspace, torch.float32, tile=tile)
-        assert draw.relative(got, wanted) < 1e-3, tile  # of the tensor cores' own sums
+        assert case.relative(got, wanted) < 1e-3, tile  # of the tensor cores' own sums
         again = weight.run(xq, own.contiguous(), workspace, torch.float32, tile=tile)
         assert torch.equal(got, again), tile
     assert not workspace.arrivals.any()
@@ -52,7 +52,7 @@ def test_what_lies_behind_the_rows_does_not_matter(workspace):
     q, scale = torch.randn(64, 208, device="cuda").to(FP8), torch.rand(1, 2, device="cuda")
     weight = pack_fp8_block(q, scale)
     got = weight.run(x[:16], own[:16], workspace, torch.float32)
-    assert draw.relative(got, twins.fp8_block_linear(x[:16], own[:16], q, scale)) < 1e-3
+    assert case.relative(got, twins.fp8_block_linear(x[:16], own[:16], q, scale)) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -71,7 +71,7 @@ def test_the_library_agrees(dtype, rows, workspace):
         for scales in (own, own.contiguous()):
             theirs = weight.by_library(xq, scales, dtype)
             assert theirs.is_contiguous()
-            assert draw.relative(theirs, ours.double()) < 6e-3
+            assert case.relative(theirs, ours.double()) < 6e-3
         assert torch.equal(theirs, weight.run(xq, own, workspace, dtype))
 
 

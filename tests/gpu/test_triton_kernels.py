@@ -12,16 +12,16 @@ import kernels.reference as reference
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.attention_inputs import AttentionInputs, KVPool
-    from kernels.bench import draw, gpu_linear
+    from kernels.bench import case, gpu_cases
+    from kernels.op_inputs import AttentionInputs, KVPool
     from kernels.packed_cache import pack_halves, unpack_halves
     from kernels.triton import fused
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.attention.prefill import prefill_attention
     from kernels.triton.attention.rope_cache import rope_write
-    from kernels.triton.linear.w4a16 import pack_w4a16
     from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.linear.w16a16 import DenseWeight
+    from kernels.triton.linear.weight_only import pack_w4a16
     from kernels.triton.tuning import KVSplit, PrefillTile, Tile
 
 ROWS = (1, 33, 64, 300, 600)
@@ -48,7 +48,7 @@ def integers(*shape: int, top: int = 127) -> torch.Tensor:
 def test_linear_layers_equal_their_fp64_twins(family, dtype, workspace):
     for rows in ROWS:
         for outputs, inputs in ((6144, 4096), (192, 1408)):
-            gpu_linear.gemm(family, rows, outputs, inputs, workspace, dtype).check()
+            gpu_cases.gemm(family, rows, outputs, inputs, workspace, dtype).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,11 +81,11 @@ def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(
             for tile in (by_rule, Tile(64, 16, splits if outputs < 2**16 else 1)):
                 args = x, None, workspace, torch.float32, None, tile
                 first = weight.run(*args)
-                assert draw.relative(first, wanted) < 1e-4, (rows, outputs, tile)
+                assert case.relative(first, wanted) < 1e-4, (rows, outputs, tile)
                 assert all(torch.equal(weight.run(*args), first) for _ in range(10))
                 assert not workspace.arrivals.any()
             got = weight.run(x, None, workspace, torch.float32)
-            assert draw.relative(got, wanted) < 1e-4, (rows, outputs)
+            assert case.relative(got, wanted) < 1e-4, (rows, outputs)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 8])
@@ -161,7 +161,7 @@ def test_decode_attention_of_ragged_sequences(stages, kind, storage, workspace):
         wanted = twins.decode_attention(q, inputs)
         for split in (None, *(KVSplit(*n, stages) for n in ((2, 1), (4, 3), (2, 16)))):
             got, again = (decode_attention(q, inputs, workspace, split=split) for _ in "ab")
-            assert draw.relative(got, wanted) < 4e-3, (group, split)
+            assert case.relative(got, wanted) < 4e-3, (group, split)
             assert not got[2].any()
             assert torch.equal(got, again)
             assert not workspace.arrivals.any()
@@ -196,7 +196,7 @@ def test_sink_tokens_are_read_as_floats(storage, kind, dim, window, count, works
         for splits, least in ((2, 1), (4, 3), (1, 1)):
             split = KVSplit(splits, least, stages)
             got = decode_attention(q[: len(lengths)], inputs, workspace, split=split)
-            assert draw.relative(got, wanted) < 4e-3, split
+            assert case.relative(got, wanted) < 4e-3, split
             assert not got[3].any()
     inputs = replace(inputs, query_start=torch.tensor((0, *counts), device="cuda").cumsum(0).int())
     wanted = twins.prefill_attention(q, inputs)
@@ -259,7 +259,7 @@ def test_prefill_attention_of_ragged_sequences(storage, kind, dim, group, window
         got, again = (
             prefill_attention(q, inputs, workspace, decodes, tile=tile)[:-3] for _ in "ab"
         )
-        assert draw.relative(got, wanted) < 4e-3, tile
+        assert case.relative(got, wanted) < 4e-3, tile
         each = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
         assert each.max() < 2e-2, (tile, each.argmax())
         assert torch.equal(got, again)
@@ -273,7 +273,7 @@ def test_a_sliding_window_and_other_head_sizes(window, workspace):
         wanted = twins.decode_attention(q, inputs)
         for splits in (1, 4):
             got = decode_attention(q, inputs, workspace, split=KVSplit(2, splits))
-            assert draw.relative(got, wanted) < 1e-3
+            assert case.relative(got, wanted) < 1e-3
 
 
 def test_a_graph_replays_what_was_captured(workspace):
@@ -380,9 +380,9 @@ def test_cache_write_equals_its_twin(storage, kind, start, dim):
         out = write(q, k, v, cos, sin, pool, slots, **moved, **({"places": places} if kind else {}))
         found.append((out, *pools, *scales, *(extra[name] for name in SINKS if kind)))
     got, wanted = ([t if t is None else t.cpu() for t in parts] for parts in found)
-    assert draw.relative(got[0], wanted[0].double()) < 4e-3
+    assert case.relative(got[0], wanted[0].double()) < 4e-3
     if kind == 0:
-        assert draw.relative(got[1], wanted[1].double()) < 1e-3
+        assert case.relative(got[1], wanted[1].double()) < 1e-3
         assert torch.equal(got[2], wanted[2])
         return
     if storage == "int4":

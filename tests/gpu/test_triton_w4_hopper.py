@@ -14,9 +14,9 @@ pytestmark = [
 ]
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.bench.draw import relative, two_level_scale
+    from kernels.bench.case import relative, two_level_scale
     from kernels.triton.linear.w4a8 import pack_w4a8
-    from kernels.triton.linear.w4a16 import pack_w4a16
+    from kernels.triton.linear.weight_only import pack_w4a16
     from kernels.triton.tuning import Tile
     from kernels.two_level import two_level
 

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.bench.draw import relative
+    from kernels.bench.case import relative
     from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.tuning import Tile
 

@@ -7,10 +7,9 @@ import torch
 from kernels.triton.linear.fp4 import pack_fp4
 from kernels.triton.linear.fp8_block import pack_fp8_block
 from kernels.triton.linear.w4a8 import pack_w4a8
-from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w8a8 import pack_w8a8
-from kernels.triton.linear.w8a16 import pack_w8a16
 from kernels.triton.linear.w16a16 import DenseWeight
+from kernels.triton.linear.weight_only import pack_w4a16, pack_w8a16
 
 FP8 = torch.float8_e4m3fn
 POSITIVE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

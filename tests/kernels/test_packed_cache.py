@@ -9,7 +9,7 @@ import torch
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
 from formats.residual_rotation import hadamard_matrix
-from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.op_inputs import AttentionInputs, KVPool
 from kernels.packed_cache import (
     DAMPING,
     compensated,

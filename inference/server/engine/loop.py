@@ -14,7 +14,7 @@ from inference.requests.request import StepResult
 from inference.scheduling.acceptance import NOT_FINITE
 from inference.server import messages
 from inference.speculate.counts import DraftCounts
-from kernels.attention_inputs import KV_BLOCK, KVPool
+from kernels.op_inputs import KV_BLOCK, KVPool
 
 LOOK = 1.0  # seconds; so often an idle engine is looked at
 MOST_FAILURES = 3  # steps in a row that fail before the engine is given up

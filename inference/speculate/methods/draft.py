@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from inference.models.model import Computed
     from inference.speculate.cached_tokens import KeptStates
     from inference.speculate.chain import ChainProposer, Target
-    from kernels.attention_inputs import KVPool
+    from kernels.op_inputs import KVPool
 with later():
     from formats import tokenizer as tokenizers
     from formats.checkpoint import read

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from inference.models.decoder import Decoder
     from inference.speculate.chain import NetworkBackend, Target
     from inference.speculate.head import HeadProposer
-    from kernels.attention_inputs import KVPool
+    from kernels.op_inputs import KVPool
 with later():
     import torch
 

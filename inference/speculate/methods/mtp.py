@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from inference.speculate.chain import NetworkBackend, Target
     from inference.speculate.head import HeadProposer
     from inference.transformers_code.model import CodeModel
-    from kernels.attention_inputs import KVPool
+    from kernels.op_inputs import KVPool
 with later():
     import torch
 

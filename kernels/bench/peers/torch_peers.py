@@ -24,8 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 import kernels.ops as ops
-from kernels.bench.case import CLOCKS, Call, copies_of, rotated
-from kernels.bench.draw import FP8, draw_rows, integers, relative
+from kernels.bench.case import CLOCKS, FP8, Call, copies_of, draw_rows, integers, relative, rotated
 from kernels.bench.shapes import AttentionShape, Gemm, Rows, Shape
 
 BF16 = torch.bfloat16

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_inputs import AttentionInputs
+from kernels.op_inputs import AttentionInputs
 from kernels.triton.attention.paged_cache import (
     HIDDEN,
     LOG2_E,

@@ -33,17 +33,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.attention_inputs import AttentionInputs
-from kernels.triton.attention.decode_operands import (
+from kernels.op_inputs import AttentionInputs
+from kernels.triton.attention.decode_parts import (
     eights,
     keys,
+    leave,
+    merge_warps,
     queries,
     scale_words,
     span,
     two_scales,
     values,
 )
-from kernels.triton.attention.decode_runs import leave, merge_warps
 from kernels.triton.attention.gluon_operands import (
     HIGH_UNIT,
     INT4,

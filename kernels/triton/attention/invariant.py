@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.attention_inputs import AttentionInputs
+from kernels.op_inputs import AttentionInputs
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.paged_cache import result, scale_kind
 from kernels.triton.common import Workspace

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
+from kernels.op_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.triton.attention.paged_cache import (
     HIDDEN,
     LOG2_E,

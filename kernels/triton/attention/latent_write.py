@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_inputs import KVPool
+from kernels.op_inputs import KVPool
 from kernels.triton.attention.latent import check_latents
 from kernels.triton.common import EARLY_ROWS, overlap, quantize, require, wait_and_announce
 

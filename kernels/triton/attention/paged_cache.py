@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
+from kernels.op_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.packed_cache import channels
 from kernels.triton.common import eight_bits_to_fp16, has_e4m3, quantize, require
 

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_inputs import AttentionInputs
+from kernels.op_inputs import AttentionInputs
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.paged_cache import (
     HIDDEN,

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.attention_inputs import AttentionInputs
+from kernels.op_inputs import AttentionInputs
 from kernels.triton.attention.gluon_operands import (
     FP8,
     INT4,

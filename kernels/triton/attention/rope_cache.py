@@ -2,18 +2,26 @@
 
 The first programs take a few tokens of a few heads of q or k: they norm them where weights are
 given (RMSNorm of every head, as Qwen3 does), rotate them (Su et al. 2021, in the two-halves layout
-of Llama checkpoints), turn them where the cache says so (`kernels.triton.attention.turn`), and
-store q's rows, or quantize k, less its mean and with feedback where these are given, and store rows
-of [pages, Hkv, 64, D], of int4 two channels a byte. Nothing is rounded in between. The other
-programs quantize v and store columns of [pages, Hkv, D, 64], the layout that attention reads
+of Llama checkpoints), turn them where the cache says so (`turned_halves`), and store q's rows, or
+quantize k, less its mean and with feedback where these are given, and store rows of
+[pages, Hkv, 64, D], of int4 two channels a byte. Nothing is rounded in between. The other programs
+quantize v and store columns of [pages, Hkv, D, 64], the layout that attention reads
 (`kernels.triton.attention.paged_cache`).
 
 Scales are those of a head ([Hkv]), of its channels ([Hkv, D], K alone), or are taken from each
 token's head ([pages, Hkv, 64]: absmax / 127, or / 448 for e4m3; for int4 see
 `kernels.packed_cache`) and written beside it; a cache of bf16 or fp16 has none.
+
+The turn before an int4 cache is `kernels.packed_cache.turned` on rows that come in halves, as
+rotary embedding leaves them. A fast Walsh-Hadamard transform of n channels has steps of
+1, 2, ..., n / 2, and both halves of a head are a whole number of n / 2: steps below that stay in a
+half. The last pairs runs of n / 2, where a head is n channels its two halves.
+
+Where q and k do not go on to the cache from here, `rotate` embeds their positions alone.
 """
 
-# pyright: reportMissingImports=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import math
@@ -23,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_inputs import KVPool
+from kernels.op_inputs import KVPool
 from kernels.triton.attention.cache_write import write_keys, write_values
 from kernels.triton.attention.paged_cache import (
     check_pages,
@@ -31,8 +39,53 @@ from kernels.triton.attention.paged_cache import (
     load_channels,
     scale_kind,
 )
-from kernels.triton.attention.turn import turned
 from kernels.triton.common import EARLY_ROWS, overlap, require, wait_and_announce
+
+
+@triton.jit
+def turned(a, b, DIM: tl.constexpr, N: tl.constexpr):
+    """Both halves [tokens, heads, HALF] of heads of DIM channels, runs of N turned; 0: none.
+
+    N is a power of two from 2 on, DIM a multiple of it; HALF is DIM / 2, up to a power of two.
+    """
+    STEPS: tl.constexpr = N.bit_length() - 2
+    for step in tl.static_range(STEPS):
+        a, b = _step(a, 1 << step), _step(b, 1 << step)
+    if N == DIM:
+        a, b = a + b, a - b
+    else:
+        a, b = _last(a, b, 0, DIM, N), _last(b, a, DIM // N, DIM, N)
+    FACTOR: tl.constexpr = N**-0.5
+    return a * FACTOR, b * FACTOR
+
+
+@triton.jit
+def _step(x, H: tl.constexpr):
+    """Sums and differences of channels i and i + H in runs of 2 H."""
+    T: tl.constexpr = x.shape[0]
+    P: tl.constexpr = x.shape[1]
+    W: tl.constexpr = x.shape[2]
+    first, second = tl.split(x.reshape(T, P, W // (2 * H), 2, H).permute(0, 1, 2, 4, 3))
+    both = tl.join(first + second, first - second)
+    return both.permute(0, 1, 2, 4, 3).reshape(T, P, W)
+
+
+@triton.jit
+def _last(own, other, FIRST: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr):
+    """The step of N / 2 for a half that begins with run FIRST of the head's runs of N / 2."""
+    M: tl.constexpr = N // 2
+    RUNS: tl.constexpr = DIM // N  # of M, in a half: an odd number
+    i = tl.arange(0, own.shape[2])
+    run = FIRST + i // M
+    paired = run ^ 1
+    inside = (paired >= FIRST) & (paired < FIRST + RUNS)
+    start = tl.where(paired >= RUNS, paired - RUNS, paired)
+    place = (start * M + i % M) % own.shape[2]
+    place = place[None, None, :] + tl.zeros_like(own).to(tl.int32)
+    pair = tl.where(inside[None, None, :], tl.gather(own, place, 2), tl.gather(other, place, 2))
+    y = tl.where((run % 2 == 0)[None, None, :], own + pair, pair - own)
+    return tl.where((i < DIM // 2)[None, None, :], y, 0.0)
+
 
 FEW = 256  # tokens up to which programs are kept small
 
@@ -236,3 +289,67 @@ def _launch(
         enable_fp_fusion=False,
         **overlap(tokens <= EARLY_ROWS),
     )  # fmt: skip
+
+
+@triton.jit
+def rotate_kernel(
+    q, k, cos, sin, q_out, k_out, q_pitch, k_pitch,
+    Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr,
+    WIDE: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Program (token, head of q or k); WIDE is TURNED / 2, and REST what stays, rounded up to a
+    power of two."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half: tl.constexpr = TURNED // 2
+    i = tl.arange(0, WIDE)
+    real = i < half
+    c = tl.load(cos + token * TURNED + i, mask=real, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * TURNED + i, mask=real, other=0.0).to(tl.float32)
+    x, out = q + token * q_pitch + head * DIM, q_out + (token * Q_HEADS + head) * DIM
+    if head >= Q_HEADS:
+        own = head - Q_HEADS
+        x, out = k + token * k_pitch + own * DIM, k_out + (token * HEADS + own) * DIM
+    a = tl.load(x + i, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(x + half + i, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + i, (a * c - b * s).to(out.dtype.element_ty), mask=real)
+    tl.store(out + half + i, (b * c + a * s).to(out.dtype.element_ty), mask=real)
+    if TURNED < DIM:
+        j = TURNED + tl.arange(0, REST)
+        tl.store(out + j, tl.load(x + j, mask=j < DIM, other=0.0), mask=j < DIM)
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn channels i and i + R / 2 of each head of q and k by their token's angles.
+
+    Args:
+        q: Float [T, Hq, D]; rows may be parts of longer ones.
+        k: Float [T, Hkv, D] of the same type, whose rows may be such parts too.
+        cos: Float [T, R], the halves equal; R at most D: channels from R on stay as they are.
+        sin: Float [T, R], laid out as `cos`.
+
+    Returns:
+        (q, k) turned, new and contiguous.
+
+    Raises:
+        ValueError: a shape or type does not fit.
+    """
+    (tokens, q_heads, dim), heads, turned = q.shape, k.shape[1], cos.shape[-1]
+    require(
+        k.shape == (tokens, heads, dim) and k.dtype == q.dtype and turned % 2 == 0,
+        f"q is {q.dtype} {tuple(q.shape)} and k {k.dtype} {tuple(k.shape)}; they differ in heads "
+        "alone, and an even number of channels turns",
+    )
+    require(
+        cos.shape == (tokens, turned) and turned <= dim and sin.shape == cos.shape,
+        f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; needed are {(tokens, dim)}",
+    )
+    q, k = (x if x.stride()[1:] == (dim, 1) else x.contiguous() for x in (q, k))
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    if tokens:
+        rotate_kernel[(tokens, q_heads + heads)](
+            q, k, cos.contiguous(), sin.contiguous(), q_out, k_out, q.stride(0), k.stride(0),
+            Q_HEADS=q_heads, HEADS=heads, DIM=dim, TURNED=turned,
+            WIDE=triton.next_power_of_2(turned // 2), REST=triton.next_power_of_2(dim - turned),
+            num_warps=1,
+        )  # fmt: skip
+    return q_out, k_out

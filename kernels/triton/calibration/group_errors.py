@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.numerics import QuantizedType
-from kernels.triton.calibration.columns import FLOATS, nearest
+from kernels.triton.calibration.feedback import FLOATS, nearest
 from kernels.triton.common import capability, require
 
 GROUPS = (16, 32, 64, 128)  # inputs of a group

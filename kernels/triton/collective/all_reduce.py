@@ -6,6 +6,8 @@
 Every rank calls the same with rows of the same number, in the same order, and gets the same bits.
 Calls can be captured in CUDA graphs, if all ranks capture the same; replays need nothing between
 them. `kernels.triton.collective.choice` says which kernel runs, or NCCL.
+
+Sums of integer products become floats by the scales and the bias of a `Scaling`.
 """
 
 # pyright: reportArgumentType=false
@@ -21,12 +23,41 @@ from torch import Tensor
 from kernels.triton import fused
 from kernels.triton.collective.choice import Way, choose, most_rows_of
 from kernels.triton.collective.memory import SharedMemory, Sizes, of_one_process, over_group
-from kernels.triton.collective.one_shot import one_shot_kernel
-from kernels.triton.collective.scaling import Scaling
-from kernels.triton.collective.two_shot import two_shot_kernel
+from kernels.triton.collective.shots import one_shot_kernel, two_shot_kernel
 from kernels.triton.collective.words import KIND
 from kernels.triton.common import require, storage
-from kernels.triton.rows import LARGEST_ROW, QUANTIZED, launch_shape, outputs_of
+from kernels.triton.fused import LARGEST_ROW, QUANTIZED, launch_shape, outputs_of
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What makes floats of integer sums, as the GEMM of one GPU does.
+
+    Attributes:
+        x_scale: fp32, one element or [rows, 1], the same on all ranks.
+        w_scale: fp32 [hidden].
+        bias: fp32 [hidden], added once, or None.
+    """
+
+    x_scale: Tensor
+    w_scale: Tensor
+    bias: Tensor | None = None
+
+    def check(self, rows: int, hidden: int) -> None:
+        """Raise ValueError unless it is of so many rows and outputs."""
+        found = self.x_scale.numel()
+        require(found in (1, rows), f"{found} scales for {rows} rows of parts")
+        for what, tensor in (("scales", self.w_scale), ("biases", self.bias)):
+            shape = None if tensor is None else tuple(tensor.shape)
+            require(shape in (None, (hidden,)), f"{what} of outputs are {shape}, not ({hidden},)")
+
+    def of(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """int32 [rows, hidden] in a float type, rounded as `kernels.reference.int8_linear` does."""
+        one = self.x_scale.numel() == 1
+        x_scale = self.x_scale.reshape(()) if one else self.x_scale.reshape(-1, 1)
+        y = sums.float() * (x_scale * self.w_scale)
+        return (y if self.bias is None else y + self.bias).to(dtype)
+
 
 PATIENCE = 10.0  # seconds that a kernel waits for a rank
 AWAITED = (  # by what a kernel leaves of it in its fault
@@ -232,7 +263,7 @@ class AllReduce:
         return totals[rank] if kept is None else kept, own, totals[rank]
 
     def _results(self, step: _Step) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """Rows of every rank and their scales, as `kernels.triton.rows.outputs_of` makes them."""
+        """Rows of every rank and their scales, as `kernels.triton.fused.outputs_of` makes them."""
         rows, hidden = step.x.shape
         require(
             step.dtype.itemsize <= 2, f"rows in {step.dtype}; there is room for 16 bits an element"

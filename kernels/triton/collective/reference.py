@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import kernels.triton.reference as twins
-from kernels.triton.collective.scaling import Scaling
+from kernels.triton.collective.all_reduce import Scaling
 
 
 def sum_of_parts(

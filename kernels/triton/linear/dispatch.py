@@ -2,11 +2,11 @@
 
 | weight                            | input                          | kernel       |
 |-----------------------------------|--------------------------------|--------------|
-| int4, groups, zero points         | float                          | `w4a16`      |
+| int4, groups, zero points         | float                          | `weight_only`|
 | int4, groups, zero points         | int8, a scale a row or tensor  | `w4a8`       |
 | int4, scales of two levels        | int8, a scale a row or tensor  | `w4a8`       |
 | fp4 (NVFP4, MXFP4), by 16 or 32   | float                          | `fp4`        |
-| int8, groups, zero points         | float                          | `w8a16`      |
+| int8, groups, zero points         | float                          | `weight_only`|
 | int8, a scale an output           | int8, a scale a row or tensor  | `w8a8`       |
 | e4m3, a scale an output or tensor | e4m3, a scale a row or tensor  | `w8a8`       |
 | e4m3, a scale a block of 128x128  | e4m3, a scale a run of 128     | `fp8_block`  |
@@ -15,10 +15,10 @@
 | any other, and any other size     | the same, as floats            | cuBLAS       |
 
 A packed weight runs itself (`kernels.triton.linear.weight`). Rows of experts go to the same
-kernels, all experts' at once (`kernels.triton.experts.sorting`). Two levels (`kernels.two_level`)
-are seen in the scales; sums over whole rows are then exact. After `w4a16`, `w4a8` and `w8a8` is a
-second kernel each, for many rows on Hopper (`kernels.triton.linear.hopper`); after `w8a8` of e4m3,
-`fp8_block` and `w16a16` cuBLASLt and cuBLAS.
+kernels, all experts' at once (`kernels.triton.experts`). Two levels (`kernels.two_level`)
+are seen in the scales; sums over whole rows are then exact. After 4-bit `weight_only`, `w4a8` and
+`w8a8` is a second kernel each, for many rows on Hopper (`kernels.triton.linear.hopper`); after
+`w8a8` of e4m3, `fp8_block` and `w16a16` cuBLASLt and cuBLAS.
 What no kernel takes is dequantized when it is loaded, and its quantized input when it arrives: the
 same numbers but for rounding to the float type, at the cost of a float model.
 """
@@ -34,11 +34,10 @@ from kernels.triton.linear.fp4 import codes_of_e4m3, fits_fp4, pack_fp4
 from kernels.triton.linear.fp8_block import pack_fp8_block
 from kernels.triton.linear.packing import fits_tiles
 from kernels.triton.linear.w4a8 import pack_w4a8
-from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w8a8 import pack_w8a8
-from kernels.triton.linear.w8a16 import pack_w8a16
 from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import GpuWeight, InputFormat
+from kernels.triton.linear.weight_only import pack_w4a16, pack_w8a16
 
 FP8 = torch.float8_e4m3fn
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import require, wait_and_announce
-from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.experts import SortedRows
 from kernels.triton.linear.fp4_operands import (
     TARGETS,
     bytes_of,
@@ -31,11 +31,18 @@ from kernels.triton.linear.fp4_operands import (
     pack_codes,
     weights_of,
 )
-from kernels.triton.linear.hopper.w4_launch import Levels, launch_w4, many_rows_tile, takes
-from kernels.triton.linear.launch import Product, by_warps, fitting, launch_few_rows
+from kernels.triton.linear.hopper.launch import Levels, launch_w4, many_rows_tile, takes
+from kernels.triton.linear.launch import (
+    Product,
+    by_warps,
+    fitting,
+    launch_few_rows,
+    rows_of_tile,
+    store_tile,
+    sum_tile,
+)
 from kernels.triton.linear.operands import as_warps_read
 from kernels.triton.linear.packing import BLOCK, lay_bias
-from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
 from kernels.triton.linear.weight import GpuWeight, check_inputs
 from kernels.triton.tuning import Tile, shared_memory
 

@@ -36,10 +36,9 @@ from kernels.triton.common import (
     takes_wide_steps,
     wait_and_announce,
 )
-from kernels.triton.experts.sorting import SortedRows
-from kernels.triton.linear.launch import Product, launch_few_rows, tile_for
+from kernels.triton.experts import SortedRows
+from kernels.triton.linear.launch import Product, launch_few_rows, rows_of_tile, sum_tile, tile_for
 from kernels.triton.linear.packing import lay_bias
-from kernels.triton.linear.tiles import rows_of_tile, sum_tile
 from kernels.triton.linear.weight import GpuWeight
 from kernels.triton.tuning import Tile
 

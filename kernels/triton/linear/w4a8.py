@@ -37,18 +37,25 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import wait_and_announce
-from kernels.triton.experts.sorting import SortedRows
-from kernels.triton.linear.hopper.w4_launch import Levels, launch_w4, many_rows_tile, takes
-from kernels.triton.linear.launch import Product, by_warps, fitting, launch_few_rows
-from kernels.triton.linear.operands import as_warps_read
-from kernels.triton.linear.packing import BLOCK, check_grouped, lay_bias, lay_scales
-from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
-from kernels.triton.linear.w4a8_operands import (
+from kernels.triton.experts import SortedRows
+from kernels.triton.linear.hopper.launch import Levels, launch_w4, many_rows_tile, takes
+from kernels.triton.linear.launch import (
+    Product,
+    by_warps,
+    fitting,
+    launch_few_rows,
+    rows_of_tile,
+    store_tile,
+    sum_tile,
+)
+from kernels.triton.linear.operands import (
+    as_warps_read,
     multiplied_operand,
     multipliers_of,
     operand,
     operand_and_scale,
 )
+from kernels.triton.linear.packing import BLOCK, check_grouped, lay_bias, lay_scales
 from kernels.triton.linear.weight import GroupedWeight, check_input_scale, check_inputs
 from kernels.triton.tuning import Tile, shared_memory
 from kernels.two_level import two_level
@@ -265,7 +272,7 @@ def pack_w4a8(
 
     Args:
         q: int8 [N, K] in [-8, 7]; N a multiple of 64, K of 128.
-        scale: Float [N, groups], as `kernels.triton.linear.w4a16.pack_w4a16` takes them.
+        scale: Float [N, groups], as `kernels.triton.linear.weight_only.pack_w4a16` takes them.
         bias: Float [N] or None.
         zero_point: int8 [N, groups] in [-8, 7], or None for zeros.
 

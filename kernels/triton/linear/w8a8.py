@@ -41,12 +41,17 @@ from kernels.triton.common import (
     takes_wide_steps,
     wait_and_announce,
 )
-from kernels.triton.experts.sorting import SortedRows
-from kernels.triton.linear.gather import gather_rows
-from kernels.triton.linear.hopper.w8_launch import FAST_INPUTS, launch_w8, many_rows_rule
-from kernels.triton.linear.launch import COUNTED, Product, launch_few_rows
-from kernels.triton.linear.packing import BLOCK, fits_tiles, lay_bias
-from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
+from kernels.triton.experts import SortedRows
+from kernels.triton.linear.hopper.launch import FAST_INPUTS, launch_w8, many_rows_rule
+from kernels.triton.linear.launch import (
+    COUNTED,
+    Product,
+    launch_few_rows,
+    rows_of_tile,
+    store_tile,
+    sum_tile,
+)
+from kernels.triton.linear.packing import BLOCK, fits_tiles, gather_rows, lay_bias
 from kernels.triton.linear.weight import GpuWeight, check_input_scale, check_inputs
 from kernels.triton.tuning import Tile, measured_tile, multiprocessors, rule
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.triton.common import Workspace, capability, require
-from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.experts import SortedRows
 from kernels.triton.linear.launch import Product, result_rows, tile_for
 from kernels.triton.linear.packing import BLOCK
 from kernels.triton.tuning import Tile, bucket

@@ -10,10 +10,14 @@ One scale an output multiplies the whole sum. A group's scale multiplies its fp3
 weights, rounded to the type of x, where that is less work: 4 bits and many rows. Such scales cost
 half a unit of the last place a weight; 8-bit weights keep it. Beyond `LIBRARY_ROWS` the weight is
 dequantized to a passing copy, and cuBLAS does the rest.
+
+W4A16 has 4-bit weights in groups of inputs, W8A16 int8 weights with one scale an output channel or
+group, whose integers are exact in either type, zero points taken. On sm_90 more than some tens of
+rows of W4A16 go to `kernels.triton.linear.hopper.w4`, where it takes the weight.
 """
 
-# pyright: reportMissingImports=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportOperatorIssue=false
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -26,12 +30,19 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import wait_and_announce
-from kernels.triton.experts.sorting import SortedRows
-from kernels.triton.linear.gather import gather_rows
-from kernels.triton.linear.launch import Product, by_warps, fitting, launch_few_rows
+from kernels.triton.experts import SortedRows
+from kernels.triton.linear.hopper.launch import Levels, launch_w4, many_rows_tile, takes
+from kernels.triton.linear.launch import (
+    Product,
+    by_warps,
+    fitting,
+    launch_few_rows,
+    rows_of_tile,
+    store_tile,
+    sum_tile,
+)
 from kernels.triton.linear.operands import as_warps_read, beside, pack_tiles, quarters
-from kernels.triton.linear.packing import BLOCK, check_grouped, lay_bias, lay_scales
-from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
+from kernels.triton.linear.packing import BLOCK, check_grouped, gather_rows, lay_bias, lay_scales
 from kernels.triton.linear.weight import GroupedWeight, check_inputs
 from kernels.triton.tuning import Tile, shared_memory
 
@@ -287,8 +298,72 @@ def pack_float_input(
     bias: Tensor | None,
     zero_point: Tensor | None,
 ) -> Any:
-    """Lay a weight out; see `kernels.triton.linear.w4a16.pack_w4a16`."""
+    """Lay a weight out; see `pack_w4a16`."""
     bits = kind.BITS
     check_grouped(q, scale, zero_point, bits)
     laid, group, zeros = lay_scales(scale, zero_point, q.shape[-1], bits, keep_whole=bits == 8)
     return kind(pack_tiles(q, bits), laid, lay_bias(bias, q), group, zeros)
+
+
+class W4A16Weight(FloatInputWeight):
+    """A 4-bit weight for float rows; `packed` is int32 [K / 128, N / 64, 1024]."""
+
+    BITS: ClassVar[int] = 4
+
+    @property
+    def tallest_tile(self) -> int:
+        """The most rows of a tile of sorted rows whose sums its kernel holds in registers."""
+        return 128
+
+    def tile(self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None) -> Tile | None:
+        """How a product is cut; None for cuBLAS, on a passing copy of the weight."""
+        found = None
+        if sorted_rows is None and takes(self, Levels(self.scale), dtype):
+            found = many_rows_tile(self.family, x.device, len(x), *self.size)
+        return found or self.plain_tile(x, dtype, sorted_rows)
+
+    def launch_many(self, product: Product, tile: Tile) -> None:
+        """Run the kernel for many rows."""
+        launch_w4(self, Levels(self.scale), product, tile)
+
+
+def pack_w4a16(
+    q: Tensor, scale: Tensor, bias: Tensor | None = None, zero_point: Tensor | None = None
+) -> W4A16Weight:
+    """Lay a quantized weight out, on the device it is on.
+
+    Args:
+        q: int8 [N, K] in [-8, 7]; N a multiple of 64, K of 128.
+        scale: Float [N, groups], groups of 32, 64 or a multiple of 128 inputs. Without zero points
+            its type is kept. fp32 is faster: of tiles of fewer than 256 outputs 16-bit scales are
+            too small for asynchronous loads, and are waited for.
+        bias: Float [N] or None.
+        zero_point: int8 [N, groups] in [-8, 7], or None for zeros.
+
+    Raises:
+        ValueError: a shape, type or value is another.
+    """
+    return pack_float_input(W4A16Weight, q, scale, bias, zero_point)
+
+
+class W8A16Weight(FloatInputWeight):
+    """An int8 weight for float rows; `packed` is int32 [K / 128, N / 64, 2048]."""
+
+    BITS: ClassVar[int] = 8
+
+
+def pack_w8a16(
+    q: Tensor, scale: Tensor, bias: Tensor | None = None, zero_point: Tensor | None = None
+) -> W8A16Weight:
+    """Lay a quantized weight out, on the device it is on.
+
+    Args:
+        q: int8 [N, K]; N a multiple of 64, K of 128.
+        scale: Float [N, 1], or [N, groups], groups of 32, 64 or a multiple of 128 inputs.
+        bias: Float [N] or None.
+        zero_point: int8 [N, groups], or None for zeros.
+
+    Raises:
+        ValueError: a shape or type is another.
+    """
+    return pack_float_input(W8A16Weight, q, scale, bias, zero_point)

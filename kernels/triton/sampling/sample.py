@@ -9,7 +9,7 @@ which draws i with probability exp(x_i) / sum (Gumbel; noise by Philox4x32-7, Sa
 The noise depends on the request's seed and its step alone, so that a request's tokens do not depend
 on its batch. Semantics of top_k, top_p and min_p are those of `inference.scheduling.sampler`.
 
-Nothing is sorted: `kernels.triton.sampling.order` has the integers that stand for logits, and how
+Nothing is sorted: `kernels.triton.sampling.logits` has the integers that stand for logits, and how
 they are cut.
 
 Two launches. `scan_kernel`: a program a chunk of a row edits it (`edits`) and finds its largest
@@ -31,13 +31,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import Workspace, require
-from kernels.triton.sampling.edits import LISTED, Edits, edit
-from kernels.triton.sampling.order import (
+from kernels.triton.sampling.logits import (
+    LISTED,
     LOWEST,
     ONE,
+    Edits,
     at_least,
     chunk_of,
     cut,
+    edit,
     id_of,
     least_of,
     mass_of,

@@ -32,7 +32,7 @@ from kernels.numerics import TYPES, QuantizedType, round_to
 from ptq.methods.common.rounding import expanded
 
 with later():
-    from kernels.triton.calibration import columns as kernels
+    from kernels.triton.calibration import feedback as kernels
 
 
 MOST = 1.25  # a scale changes by no more than this factor
@@ -150,7 +150,7 @@ def descent_columns(
     hessian: Tensor,
     kind: QuantizedType,
 ) -> Tensor:
-    """Take a block of columns; `kernels.triton.calibration.columns.descent_block` is it for a GPU.
+    """Take a block of columns; `kernels.triton.calibration.feedback.descent_block` is it for a GPU.
 
     Args:
         columns: fp32 [B, N]; gets the new values of the type.

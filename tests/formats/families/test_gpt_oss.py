@@ -7,7 +7,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
 from formats.foreign.mxfp4 import SCHEME
 from inference.engine import Engine
-from kernels.activations import Clamped
+from kernels.op_inputs import Clamped
 from ptq.convert.convert import convert
 from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec

@@ -14,7 +14,7 @@ from inference.gpu.feed_forward import side_by_side
 from inference.gpu.layers import GpuLinear, as_wanted, pack_linear
 from inference.models.read import StoredLinear
 from kernels.numerics import dequantize
-from kernels.triton.experts.sorting import sort_by_expert
+from kernels.triton.experts import sort_by_expert
 from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import InputFormat
 from tests.kernels.triton_lab import distance, interpreted

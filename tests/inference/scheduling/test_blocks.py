@@ -6,7 +6,7 @@ import pytest
 
 from formats.errors import EngineError
 from inference.scheduling.blocks import BlockManager, blocks_for
-from kernels.attention_inputs import KV_BLOCK
+from kernels.op_inputs import KV_BLOCK
 
 
 def text(count: int, start: int = 0) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference.requests.request import SamplingParams
-from kernels.attention_inputs import KV_BLOCK
+from kernels.op_inputs import KV_BLOCK
 from tests.inference.engines import engine_of, tokens_of
 from tests.inference.speculate.requests import Proposing
 from tests.inference.speculate.test_traps import DEPTH, KINDS, PROMPT, answer, drafted, ended_at

@@ -22,7 +22,7 @@ from inference.transformers_code.known import (
     use_kernels,
 )
 from inference.transformers_code.linear import BackendLinear, PartOfLinear, SharedInput
-from kernels.activations import Gate
+from kernels.op_inputs import Gate
 
 
 class Norm(nn.Module):

@@ -366,9 +366,9 @@ RATES = {"f32": 1e6, "int8": 1e6, "int4": 1e6}
 
 def test_every_family_has_its_cases():
     pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
-    from kernels.bench import gpu_attention, gpu_linear, gpu_rows
+    from kernels.bench import gpu_attention, gpu_cases
 
-    assert {*gpu_attention.CASES, *gpu_linear.CASES, *gpu_rows.CASES} == set(FAMILIES)
+    assert {*gpu_attention.CASES, *gpu_cases.CASES} == set(FAMILIES)
     assert set(cpu_cases.CASES) == set(CPU_FAMILIES)
 
 

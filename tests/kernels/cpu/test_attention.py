@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.numerics import TINY_SCALE
+from kernels.op_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.ops import paged_attention, write_kv
 
 KINDS = ("float", "int8 per_head", "int8 per_channel", "int8 per_token", "fp8 per_head")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kernels.cpu import native
-from kernels.cpu.lora import LoraTable
-from kernels.low_rank import LowRank
+from kernels.cpu.native_ops import LoraTable
 from kernels.ops import add_lora
+from kernels.reference import LowRank
 
 if native.library() is None:
     pytest.skip("no C++ compiler, and no compiled kernels", allow_module_level=True)

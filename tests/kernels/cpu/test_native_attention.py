@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.cpu import native, native_attention
+from kernels.op_inputs import KV_BLOCK, KVPool
 from tests.kernels.cpu.test_attention import (
     EXTRAS,
     KINDS,

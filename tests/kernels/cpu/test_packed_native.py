@@ -11,8 +11,8 @@ import torch
 
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
-from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu import native, native_attention, native_ops
+from kernels.op_inputs import AttentionInputs, KVPool
 from kernels.packed_cache import feedback_of, turn_size, turned
 from tests.kernels.cpu.test_attention import check_cuts
 

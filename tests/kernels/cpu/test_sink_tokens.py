@@ -8,8 +8,8 @@ from torch import Tensor
 
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
-from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.cpu import native, native_attention
+from kernels.op_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.packed_cache import turned
 
 HEADS, GROUP, DIM, BLOCKS = 2, 3, 48, 5

@@ -9,9 +9,8 @@ import torch
 
 from kernels.triton import fused
 from kernels.triton.collective import reference
-from kernels.triton.collective.all_reduce import AllReduce
+from kernels.triton.collective.all_reduce import AllReduce, Scaling
 from kernels.triton.collective.choice import choose, most_rows_of
-from kernels.triton.collective.scaling import Scaling
 from tests.kernels import triton_lab
 from tests.kernels.triton.test_triton_fused import random
 from tests.kernels.triton_lab import building_for, compiled, interpreted

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.linear import operands
-from kernels.triton.linear import w4a8_operands as w4a8
+from kernels.triton.linear import operands as w4a8
 from tests.kernels.triton_lab import compiled, interpreted
 
 MASK = 0xFFFFFFFF

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 import kernels.triton.reference as twins
-from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.op_inputs import AttentionInputs, KVPool
 from kernels.packed_cache import feedback_of, pack_halves, unpack_halves
 from kernels.reference import apply_rope
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
-from kernels.triton.attention.rope_cache import rope_write
-from kernels.triton.attention.rotate import rotate
+from kernels.triton.attention.rope_cache import rope_write, rotate
 from kernels.triton.common import Workspace
 from kernels.triton.tuning import KVSplit, PrefillTile
 from tests.kernels.triton_lab import distance, interpreted

@@ -12,7 +12,7 @@ from formats.scheme import WeightSpec
 from kernels.feedback import Grid, Rounding
 from kernels.numerics import INT4, TYPES
 from kernels.triton.calibration import magnitudes
-from kernels.triton.calibration.columns import descent_block, gptq_block
+from kernels.triton.calibration.feedback import descent_block, gptq_block
 from kernels.triton.calibration.group_errors import group_errors, takes
 from kernels.triton.calibration.magnitudes import Magnitudes
 from ptq.methods.common.fitting import descent_columns

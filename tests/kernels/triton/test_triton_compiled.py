@@ -7,12 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.op_inputs import AttentionInputs, KVPool
 from kernels.triton import common, tuning
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.paged_cache import check_fp8
 from kernels.triton.attention.prefill import prefill_attention
-from kernels.triton.attention.projection_norm import norm_projections
 from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.common import Workspace
 from kernels.triton.fused import add_rms_norm, gated_product, quantize_rows
@@ -20,11 +19,11 @@ from kernels.triton.linear import w4a8, w8a8, weight_only
 from kernels.triton.linear.fp4 import pack_fp4
 from kernels.triton.linear.fp8_block import pack_fp8_block
 from kernels.triton.linear.w4a8 import pack_w4a8
-from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w8a8 import pack_w8a8
-from kernels.triton.linear.w8a16 import pack_w8a16
 from kernels.triton.linear.w16a16 import DenseWeight
-from kernels.triton.sampling.softcap import softcap_logits
+from kernels.triton.linear.weight_only import pack_w4a16, pack_w8a16
+from kernels.triton.norms import norm_projections
+from kernels.triton.sampling.logits import softcap_logits
 from kernels.triton.tuning import KVSplit, PrefillTile, Tile, prefill_rule
 from tests.kernels.triton_lab import SHARED, building_for, compiled, fitting
 

@@ -5,11 +5,10 @@ import torch
 
 from inference.cpu.layers import route as plain
 from inference.models.config import Routing
+from kernels.triton import experts as sorting
 from kernels.triton import tuning
 from kernels.triton.common import Workspace
-from kernels.triton.experts import sorting
-from kernels.triton.experts.routing import combine, route
-from kernels.triton.experts.sorting import SortedRows, sort_by_expert
+from kernels.triton.experts import SortedRows, combine, route, sort_by_expert
 from kernels.triton.fused import gated_product, quantize_rows
 from kernels.triton.linear import launch, w8a8
 from kernels.triton.linear.dispatch import pack

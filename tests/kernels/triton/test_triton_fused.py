@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import kernels.triton.reference as twins
-from kernels.activations import Clamped
-from kernels.triton import common, fused, rows
-from kernels.triton.attention.projection_norm import norm_projections
+from kernels.op_inputs import Clamped
+from kernels.triton import common, fused
 from kernels.triton.fused import add_rms_norm, gated_product, quantize_rows
-from kernels.triton.sampling.softcap import softcap_logits
+from kernels.triton.norms import norm_projections
+from kernels.triton.sampling.logits import softcap_logits
 from tests.kernels.triton_lab import interpreted
 from tests.refusals import refused
 
@@ -67,7 +67,7 @@ def test_rows_are_stored_longer_with_zeros_behind_them(size, length, dtype, scal
     ):
         short, scales, *total = call(None)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rows.torch, "empty", ones)
+            patch.setattr(fused.torch, "empty", ones)
             found, own, *sums = call(length)
         assert found.shape == (3, length)
         found, short = found.float(), short.float()

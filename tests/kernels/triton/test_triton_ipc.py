@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kernels.devices
-from kernels.triton.collective import ipc
+from kernels.triton.collective import memory as ipc
 
 CPU = torch.device("cpu")
 

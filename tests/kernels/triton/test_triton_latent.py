@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.op_inputs import AttentionInputs, KVPool
 from kernels.reference import apply_rope, rms_norm, write_kv
 from kernels.reference_attention import latent_attention as twin
 from kernels.triton.attention.latent import LatentTile, latent_attention

@@ -13,8 +13,8 @@ from kernels.triton.common import Workspace
 from kernels.triton.linear import w16a16
 from kernels.triton.linear.launch import fitting
 from kernels.triton.linear.w4a8 import pack_w4a8
-from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.linear.weight_only import pack_w4a16
 from kernels.triton.tuning import Tile, rule
 from tests.kernels.triton_lab import distance, interpreted
 from tests.refusals import refused

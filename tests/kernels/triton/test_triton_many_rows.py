@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from kernels.triton.common import Workspace, library_scales
-from kernels.triton.linear import w4a8, w4a16, w8a8
+from kernels.triton.linear import w4a8, w8a8, weight_only
 from kernels.triton.linear import weight as weight_module
-from kernels.triton.linear.hopper import runs as runs_gluon
-from kernels.triton.linear.hopper import w4_launch
+from kernels.triton.linear.hopper import launch
+from kernels.triton.linear.hopper import w4 as runs_gluon
 from kernels.triton.linear.hopper import w8 as w8_gluon
-from kernels.triton.linear.hopper.w4_launch import division, rule
-from kernels.triton.linear.hopper.w8_launch import many_rows_rule
+from kernels.triton.linear.hopper.launch import division, many_rows_rule, rule
 from kernels.triton.linear.w4a8 import pack_w4a8
-from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.linear.weight_only import pack_w4a16
 from kernels.triton.tuning import Tile
 from tests.kernels.triton_lab import (
     SHARED,
@@ -144,12 +143,12 @@ def test_every_group_of_every_tile_is_summed_once(tiles, groups, processors, spl
 def test_a_workspace_holds_what_is_left_of_the_longest_prompts():
     """Tiles that are not cut, however many, take no place."""
     rows, outputs = 1 << 15, 128 * 129
-    tile = w4_launch.rule("w4a8", 132, rows, outputs)
+    tile = launch.rule("w4a8", 132, rows, outputs)
     assert tile.splits > 1
     weight = pack_w4a8(torch.zeros(outputs, 128, dtype=torch.int8), ordinary(outputs, 1))
     x, one = torch.zeros(rows, 128, dtype=torch.int8), torch.ones(1)
     with (
-        mock.patch.object(w4_launch, "multiprocessors", return_value=132),
+        mock.patch.object(launch, "multiprocessors", return_value=132),
         building_for(90) as built,
     ):
         weight.run(x, one, Workspace.on("cpu"), tile=tile)
@@ -180,7 +179,7 @@ def test_other_devices_and_weights_get_the_other_kernels():
     q = torch.randint(-8, 8, (64, 256), dtype=torch.int8)
     x = torch.randint(-127, 128, (3, 256), dtype=torch.int8)
     scale, one = torch.rand(64, 2), torch.ones(1)
-    weight = w4a16.pack_w4a16(q, scale)
+    weight = weight_only.pack_w4a16(q, scale)
     assert weight.tile(x.half(), torch.float16, None) == weight.few_rows_tile(x)
     for scales in (scale, scale[:, :1]):
         weight8 = w4a8.pack_w4a8(q, scales)

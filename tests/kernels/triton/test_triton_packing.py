@@ -8,9 +8,9 @@ import torch
 from kernels.triton.common import Workspace
 from kernels.triton.linear.dispatch import pack
 from kernels.triton.linear.w4a8 import pack_w4a8
-from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import InputFormat
+from kernels.triton.linear.weight_only import pack_w4a16
 from tests.kernels.triton_lab import interpreted
 from tests.refusals import refused
 

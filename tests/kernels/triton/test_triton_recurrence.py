@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 import kernels.reference
-from kernels.activations import Gate
+from kernels.op_inputs import Gate
 from kernels.triton import reference
 from kernels.triton.convolution import causal_convolution
-from kernels.triton.gated_norm import gated_norm
+from kernels.triton.norms import gated_norm
 from kernels.triton.recurrence import TimeSteps, linear_recurrence
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 

@@ -14,7 +14,7 @@ from inference.scheduling.sampler import Draw, draw_token, keep_likely, log_min_
 from kernels.gumbel_noise import uniform
 from kernels.triton.common import Workspace
 from kernels.triton.sampling import sample as sampling
-from kernels.triton.sampling.edits import LISTED, Edits
+from kernels.triton.sampling.logits import LISTED, Edits
 from kernels.triton.sampling.sample import BOUND, HEAD, HELD, sample
 from tests.kernels.triton_lab import building_for, compiled, fitting, interpreted
 

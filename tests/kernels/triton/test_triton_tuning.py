@@ -82,7 +82,7 @@ def test_what_is_measured_is_what_is_read(capability, tmp_path, monkeypatch):
     def tiles(family, *sizes):
         asked.append((family, sizes[0]))
 
-    monkeypatch.setattr("kernels.bench.gpu_linear.gemm", lambda *sizes: None)
+    monkeypatch.setattr("kernels.bench.gpu_cases.gemm", lambda *sizes: None)
     monkeypatch.setattr(tune, "tiles", tiles)
     monkeypatch.setattr(tune, "best", lambda case, candidates: (Tile(64, 32, 2, 7), 1.0))
     layers = [family for family in TUNED if family not in (*TUNED_ATTENTION, *TUNED_PROMPTS)]

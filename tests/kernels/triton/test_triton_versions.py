@@ -18,8 +18,8 @@ from kernels.triton import versions
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.common import Workspace
-from kernels.triton.linear.w4a16 import pack_w4a16
 from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.linear.weight_only import pack_w4a16
 from kernels.triton.tuning import KVSplit, PrefillTile, Tile
 from tests.kernels.fetched import fetched
 from tests.kernels.triton.test_triton_compiled import make_inputs, make_pool

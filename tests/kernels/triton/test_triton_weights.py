@@ -7,8 +7,7 @@ import kernels.reference as reference
 import kernels.triton.reference as twins
 from kernels.triton.common import Workspace
 from kernels.triton.linear.w4a8 import pack_w4a8
-from kernels.triton.linear.w4a16 import pack_w4a16
-from kernels.triton.linear.w8a16 import pack_w8a16
+from kernels.triton.linear.weight_only import pack_w4a16, pack_w8a16
 from kernels.triton.tuning import Tile
 from tests.kernels.triton_lab import SHARED, building_for, compiled, distance, fitting, interpreted
 from tests.refusals import refused

@@ -14,8 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.triton.linear.fp4_operands import pair as _pair
-from kernels.triton.linear.w4a8_operands import MULTIPLIED as _MULTIPLIED
-from kernels.triton.linear.w4a8_operands import SIXTEENFOLD as _SIXTEENFOLD
+from kernels.triton.linear.operands import MULTIPLIED as _MULTIPLIED
+from kernels.triton.linear.operands import SIXTEENFOLD as _SIXTEENFOLD
 
 MULTIPLIED = gl.constexpr(_MULTIPLIED.value)
 SIXTEENFOLD = gl.constexpr(_SIXTEENFOLD.value)

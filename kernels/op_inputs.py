@@ -1,15 +1,18 @@
-"""What attention over the paged cache is given beside its queries, on every device.
+"""What ops take beside plain tensors, on every device: attention's inputs, activations, gates.
 
-Symbols: S sequences, M blocks of the longest of them, Hkv key/value heads, D head size.
+Attention over the paged cache is given more than its queries. Its symbols: S sequences, M blocks of
+the longest of them, Hkv key/value heads, D head size. Gated feed-forward layers name their
+activations, and norms their gates.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 KV_BLOCK = 64  # tokens of one block of the paged cache
 
@@ -114,3 +117,37 @@ class AttentionInputs:
     def changes_logits(self) -> bool:
         """Whether the softmax is of more than scaled products and what is not seen."""
         return any(change is not None for change in (self.softcap, self.sinks, self.alibi))
+
+
+@dataclass(frozen=True)
+class Clamped:
+    """min(g, c) sigmoid(a min(g, c)) (clip(u, -c, c) + 1) of gate g and up u (gpt-oss).
+
+    Attributes:
+        slope: a.
+        bound: c.
+    """
+
+    slope: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How a norm of rows x has a gate g of their shape: norm(x) f(g), or norm(x f(g)).
+
+    Attributes:
+        silu: f is silu, else the sigmoid.
+        first: norm(x f(g)).
+        groups: Into how many equal parts, each normed by itself, a row is cut.
+    """
+
+    silu: bool = True
+    first: bool = False
+    groups: int = 1
+
+
+Named = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Named | Clamped
+"""x sigmoid(x); x Phi(x) with the normal distribution Phi by its approximation by tanh, or exactly
+(Hendrycks and Gimpel 2016, arXiv 1606.08415); or one that changes the factor beside it too."""
