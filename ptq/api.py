@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from formats.errors import RecipeError
-from formats.lock import output_locked
+from formats.files import output_locked
 from ptq.convert.convert import write_beside
 from ptq.pipeline.driver import quantize as run_plan
 from ptq.pipeline.resume import telling_what_is_kept

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from formats.errors import CheckpointError
+from formats.files import LOCK_FILE, refuse_busy
 from formats.hub import near_folder
-from formats.lock import LOCK_FILE, refuse_busy
 
 CHECKPOINT_FOLDER = "checkpoint"
 GGUF_FILE = "model.gguf"  # the checkpoint, where the recipe asks for it

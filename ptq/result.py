@@ -95,7 +95,7 @@ class QuantizationRecord(Strict):
         modules: One row for each quantized linear layer.
         blocks: One row for each decoder block.
         resumed_blocks: Blocks that an earlier, interrupted run had solved; `seconds` is without it.
-        model_key: Of the model that was quantized; see `ptq.pipeline.key.seen_key`.
+        model_key: Of the model that was quantized; see `ptq.pipeline.reuse.seen_key`.
         sink_tokens: Tokens at the beginning of each sample that were kept apart.
     """
 

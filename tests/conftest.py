@@ -223,7 +223,7 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
     """Quantize a model directory by plain rounding with made-up activation and cache scales."""
     from formats.checkpoint.read import Checkpoint
     from formats.checkpoint.write import CheckpointWriter
-    from formats.families.names import is_projection
+    from formats.families.block_layers import is_projection
     from formats.families.registry import find_family
     from formats.families.sizes import cached_of
     from formats.scale_table import ScaleEntry, ScaleTable

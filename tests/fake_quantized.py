@@ -24,8 +24,8 @@ from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import Checkpoint
+from formats.families.block_layers import block_of
 from formats.families.family import LatentAttention
-from formats.families.names import block_of
 from formats.families.registry import find_family
 from formats.families.sizes import latent_sizes
 from formats.modeling.layers import attention_of_blocks, structure_of

@@ -54,7 +54,7 @@ FLOORS = {
     "formats": """
         errors
         files namespace memory pack chat_template
-        documents command lock residual_rotation chat_tokens
+        documents command residual_rotation chat_tokens
         cache_scheme
         scheme scale_table families
         published
@@ -88,11 +88,11 @@ FLOORS = {
         fleet vllm
         engine metrics
         http
-        served_model serving
+        served_model
         call
         formatters
         routes
-        app
+        serving
         command""",
     "ptq": """
         text output

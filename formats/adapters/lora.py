@@ -30,7 +30,7 @@ from formats.adapters.settings import AGAIN, MERGE, LoraSettings, adapter_folder
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families import names
+from formats.families import block_layers
 from formats.families.registry import predicting_layer
 from formats.files import find_file
 from formats.modeling.layers import (
@@ -119,9 +119,9 @@ class Base:
             return "the embedding"
         if routers_of(config)(module):
             return "a router of a mixture of experts"
-        if ".experts." in f"{module}." or names.is_shared_expert(f"{module}."):
+        if ".experts." in f"{module}." or block_layers.is_shared_expert(f"{module}."):
             return "an expert of a mixture"
-        if names.is_weight_only(module):
+        if block_layers.is_weight_only(module):
             return "a projection that is multiplied with queries and results, and has no input"
         if predicting_layer(config, module) is not None:
             return "a part of a layer that predicts further tokens"

@@ -1,7 +1,7 @@
 """Adapters merged into the float weights of their base: W + s B A in fp32, rounded once.
 
 A merged model is a folder like any other. What is quantized with an adapter is such a folder, made
-when it is asked for first, and kept (`formats.lock.made_once`).
+when it is asked for first, and kept (`formats.files.made_once`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.command import bar
 from formats.errors import CheckpointError, typed
-from formats.lock import made_once
+from formats.files import made_once
 from formats.scale_table import ScaleTable
 from formats.scheme import Scheme
 

@@ -23,7 +23,7 @@ from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.targets import is_ignored, layer_targets, served_names
 from formats.documents import Values, check_values
 from formats.errors import CheckpointError
-from formats.families.names import HEAD
+from formats.families.block_layers import HEAD
 from formats.families.registry import numbered_on
 from formats.scheme import AUTO, BLOCK, ActivationSpec, LayerScheme, WeightSpec, has_groups
 from formats.stored.weights import storage_format

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from formats.checkpoint.split import LEAVES, ONE_FOR_ALL, SHAPE
 from formats.errors import CheckpointError
+from formats.families.block_layers import expert_of
 from formats.families.family import Mixture
-from formats.families.names import expert_of
 from formats.families.registry import find_family
 from formats.families.sizes import merged_rows, size_in
 from formats.modeling.layers import stacks_of

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from formats.families.names import (
+from formats.families.block_layers import (
     MERGED,
     MERGED_EXPERTS,
     any_expert,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from formats.errors import CheckpointError, typed
-from formats.families.names import by_block
+from formats.families.block_layers import by_block
 from formats.foreign.layout import Layout, named
 from formats.foreign.settings import Kind, integer_weights, read_settings
 from formats.modeling.layers import common_inputs

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from formats.errors import CheckpointError
-from formats.families.names import MERGED
+from formats.families.block_layers import MERGED
 from formats.families.registry import FAMILIES, attention_names, find_family
 from formats.families.sizes import heads_of
 from formats.scheme import Scheme

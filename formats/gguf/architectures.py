@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from formats.errors import CheckpointError
+from formats.families.block_layers import EMBEDDING, FINAL_NORM, HEAD
 from formats.families.family import Attention, Family, GatedMLP, Mixture
-from formats.families.names import EMBEDDING, FINAL_NORM, HEAD
 from formats.families.registry import BY_TYPE
 from formats.gguf.file import GgufFile
 from formats.scheme import either

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from formats import hub
-from formats.lock import made_once
+from formats.files import made_once
 from formats.namespace import later
 
 with later():
@@ -33,7 +33,7 @@ def locate_model(
     progress: bool = True,
 ) -> Path:
     """The folder of a model; that of a .gguf file is made when it is asked for first, and kept
-    (`formats.lock.made_once`).
+    (`formats.files.made_once`).
 
     Args:
         name: A folder, a .gguf file, or a model's name (`formats.hub`).

@@ -23,8 +23,8 @@ from torch import Tensor
 from formats.checkpoint.write import CheckpointWriter
 from formats.command import bar
 from formats.errors import CheckpointError
+from formats.families.block_layers import EMBEDDING, HEAD, is_projection
 from formats.families.family import Attention, Family
-from formats.families.names import EMBEDDING, HEAD, is_projection
 from formats.gguf.architectures import (
     NOT_WEIGHTS,
     find_architecture,

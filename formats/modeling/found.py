@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from formats.errors import CheckpointError
-from formats.families.names import block_of
+from formats.families.block_layers import block_of
 from formats.modeling.config import transformers_config
 from formats.modeling.experts import Experts
 from formats.modeling.load import FAULTS

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.families import groups, names, registry
+from formats.families import block_layers, registry
 from formats.families.predicting import UNDECLARED, Predicting
 from formats.families.registry import find_family
 from formats.families.sizes import Cached, cached_of, heads_of
@@ -105,12 +105,16 @@ def query_elements(config: Mapping[str, Any], block: str) -> int:
 
 def embedding_name(config: Mapping[str, Any]) -> str:
     """Full name of the token embedding; errors as of `block_names`."""
-    return names.EMBEDDING if find_family(config) is not None else structure_of(config).embedding
+    return (
+        block_layers.EMBEDDING
+        if find_family(config) is not None
+        else structure_of(config).embedding
+    )
 
 
 def head_name(config: Mapping[str, Any]) -> str:
     """Full name of the layer that gives logits; errors as of `block_names`."""
-    return names.HEAD if find_family(config) is not None else structure_of(config).head
+    return block_layers.HEAD if find_family(config) is not None else structure_of(config).head
 
 
 def common_inputs(config: Mapping[str, Any], block: str, layers: Sequence[str]) -> dict[str, str]:
@@ -121,7 +125,7 @@ def common_inputs(config: Mapping[str, Any], block: str, layers: Sequence[str]) 
     """
     family = find_family(config)
     if family is not None:
-        return groups.common_inputs(family, block, layers)
+        return block_layers.common_inputs(family, block, layers)
     found = structure_of(config).block(block).inputs
     return {name: found[name] for name in layers if name in found}
 
@@ -129,13 +133,13 @@ def common_inputs(config: Mapping[str, Any], block: str, layers: Sequence[str]) 
 def merged_layers(config: Mapping[str, Any], block: str, layers: Sequence[str]) -> dict[str, str]:
     """Layers that runtimes merge: full name of the merged one for each part; none of found ones."""
     family = find_family(config)
-    return {} if family is None else groups.merged_layers(family, block, layers)
+    return {} if family is None else block_layers.merged_layers(family, block, layers)
 
 
 def routers_of(config: Mapping[str, Any]) -> Callable[[str], bool]:
     """Tells of a full name whether it is that of a layer that says how much an expert counts."""
     if find_family(config) is not None:
-        return names.is_router
+        return block_layers.is_router
     return structure_of(config).routers.__contains__
 
 
@@ -149,13 +153,13 @@ def tied_names(config: Mapping[str, Any]) -> Mapping[str, str]:
     if find_family(config) is None:
         return structure_of(config).tied
     tied = config.get("tie_word_embeddings", False)
-    return {f"{names.HEAD}.weight": f"{names.EMBEDDING}.weight"} if tied else {}
+    return {f"{block_layers.HEAD}.weight": f"{block_layers.EMBEDDING}.weight"} if tied else {}
 
 
 def quantizable_of(config: Mapping[str, Any]) -> Callable[[str], bool]:
     """Tells of a full name whether it is that of a linear layer of a block to be quantized."""
     if find_family(config) is not None:
-        return names.is_projection
+        return block_layers.is_projection
     return structure_of(config).quantizable.__contains__
 
 
@@ -200,7 +204,9 @@ def predicting_twin(config: Mapping[str, Any], layer: str, module: str) -> str |
     if not inside or inside in (own.joined, own.head):
         return None
     if family is not None:
-        return module if names.is_projection(module) or names.is_router(module) else None
+        return (
+            module if block_layers.is_projection(module) or block_layers.is_router(module) else None
+        )
     found = structure_of(config)
     known = found.quantizable | found.narrow | found.routers
     alike = (f"{block.name}.{inside}" for block in found.blocks)
@@ -211,7 +217,7 @@ def tied_in_blocks(config: Mapping[str, Any]) -> Mapping[str, str]:
     """`tied_names` of tensors of blocks; of a model that is declared, or not run here, none."""
     found = _found(config)
     own = {} if found is None else found.tied
-    return {name: other for name, other in own.items() if names.block_of(name) is not None}
+    return {name: other for name, other in own.items() if block_layers.block_of(name) is not None}
 
 
 def _found(config: Mapping[str, Any]) -> Structure | None:

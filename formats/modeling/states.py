@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from formats.errors import CheckpointError
-from formats.families.names import block_of
+from formats.families.block_layers import block_of
 
 CACHES = ("cache_params", "past_key_values", "past_key_value")  # what code calls its cache
 NARROW = 16  # a layer of a mixer with so many times fewer outputs than inputs steers it: float

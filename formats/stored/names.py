@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.families.names import block_of
+from formats.families.block_layers import block_of
 from formats.modeling.layers import embedding_name, head_name, tied_in_blocks
 from formats.published import find_layout
 from formats.stored.safetensors_files import RowsOf, StoredTensors, TensorFile, open_weights

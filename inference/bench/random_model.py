@@ -30,7 +30,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.split import split_shapes
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import RequestError
-from formats.families.names import EMBEDDING, HEAD, expert_of, is_projection, is_weight_only
+from formats.families.block_layers import EMBEDDING, HEAD, expert_of, is_projection, is_weight_only
 from formats.families.registry import attention_names, find_family
 from formats.families.sizes import cached_of, may_centre
 from formats.scale_table import Role, ScaleEntry, ScaleTable, unmeasured_entry

@@ -21,7 +21,7 @@ from typing import Any
 from formats.checkpoint.read import Checkpoint
 from formats.command import bar, end_with
 from formats.errors import EngineError, PTQError, RequestError
-from formats.families.names import HEAD
+from formats.families.block_layers import HEAD
 from formats.files import replace_file
 from inference.arguments import read_adapters, speculate_config
 from inference.backend import require_device

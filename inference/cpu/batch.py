@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inference.models.adapters import AdaptedLayer, number_of
 from inference.scheduling.work import Work
-from inference.transformers_code.pieces import Piece, pieces_of
+from inference.transformers_code.state_rows import Piece, pieces_of
 from kernels.cpu.native_ops import LoraTable
 from kernels.ops import add_lora
 

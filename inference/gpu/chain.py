@@ -31,7 +31,7 @@ from inference.gpu.steps import DRAWS, GREEDY, write_tables
 from inference.models.model import Computed, Network
 from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.work import fitting, lay_out
-from inference.transformers_code.pieces import Piece
+from inference.transformers_code.state_rows import Piece
 from kernels.devices import launches_on
 from kernels.op_inputs import KV_BLOCK, KVPool
 from kernels.triton.sampling.sample import sample

@@ -19,7 +19,7 @@ from inference.gpu.decoder import GpuBatch, sinks_of
 from inference.gpu.layers import workspace_on
 from inference.transformers_code.attention import Query, Step, widened
 from inference.transformers_code.model import CodeModel, CodeShaped
-from inference.transformers_code.state_pool import StatesInRows
+from inference.transformers_code.state_rows import StatesInRows
 from kernels.op_inputs import Gate, KVPool, Named
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.paged_cache import head_size

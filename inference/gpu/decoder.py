@@ -33,7 +33,7 @@ from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.parts import LatentProjections, Layer
 from inference.proposers import HiddenStates
-from inference.transformers_code.pieces import Piece
+from inference.transformers_code.state_rows import Piece
 from kernels.cuda.attention import Attention
 from kernels.op_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention

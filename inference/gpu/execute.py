@@ -38,7 +38,7 @@ from inference.scheduling.sampler import rank
 from inference.scheduling.sequence import PENDING
 from inference.scheduling.work import Work
 from inference.transformers_code.model import CodeModel
-from inference.transformers_code.pieces import SPARE, Piece
+from inference.transformers_code.state_rows import SPARE, Piece
 from kernels.devices import launches_on
 from kernels.op_inputs import KVPool
 from kernels.triton.sampling.sample import sample

@@ -48,7 +48,7 @@ from inference.gpu.steps import (
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.work import Work
 from inference.transformers_code.model import CodeModel
-from inference.transformers_code.pieces import alone_in, pieces_of
+from inference.transformers_code.state_rows import alone_in, pieces_of
 from kernels.devices import launches_on
 from kernels.op_inputs import KVPool
 

@@ -22,7 +22,7 @@ from inference.gpu.sizes import Size, WholeSize
 from inference.scheduling.batch import DRAW_TYPES, Ints, RunningBatch
 from inference.scheduling.sequence import Draw
 from inference.scheduling.work import Work
-from inference.transformers_code.pieces import SPARE, Piece
+from inference.transformers_code.state_rows import SPARE, Piece
 
 OF_TOKENS = ("ids", "positions", "slots", "batch_index")  # int64
 GREEDY = asdict(Draw())

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.families.block_layers import EMBEDDING, FINAL_NORM, HEAD, role_of, split_name
 from formats.families.family import LatentAttention
-from formats.families.names import EMBEDDING, FINAL_NORM, HEAD, role_of, split_name
 from formats.families.registry import block_names
 from formats.families.sizes import LatentSizes
 from formats.memory import release_freed_memory

@@ -1,8 +1,8 @@
 """What the engine asks of a loaded model, whoever's code runs it, and of small networks that draft.
 
-A chain (`inference.cpu.chain`, `inference.gpu.chain`) first computes what the network's cache lacks
-of some sequences, as a rule the tokens chosen since it drafted last. The logits of the last of
-them give the first drafts, and a step of one token a sequence each of the further ones.
+A chain (`inference.cpu.backend`, `inference.gpu.chain`) first computes what the network's cache
+lacks of some sequences, as a rule the tokens chosen since it drafted last. The logits of the last
+of them give the first drafts, and a step of one token a sequence each of the further ones.
 
 A draft is what the model would choose with these logits and the same noise, without penalties,
 biases and masks: equal logits give equal tokens, and similar ones mostly.
@@ -114,7 +114,7 @@ class Network(Protocol):
         size: Numbers that it reads of each token beside its id; 0 where that is all.
         captured: Whether a GPU may capture its steps.
         pieces: Gives tokens as modules that keep a state take them
-            (`inference.transformers_code.pieces.Piece`): of a batch, places, starts and counts,
+            (`inference.transformers_code.state_rows.Piece`): of a batch, places, starts and counts,
             and whether pieces are to be as long as can be. None where it keeps no state.
     """
 

@@ -31,9 +31,8 @@ from inference.models.adapters import (
     modules_of,
     number_of,
 )
-from inference.parallel.group import Group
-from inference.parallel.loader import RankLoader
-from inference.parallel.messages import HoldAdapter
+from inference.parallel.communication import Group, HoldAdapter
+from inference.parallel.part import RankLoader
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard
 from kernels.cpu.native_ops import LoraTable

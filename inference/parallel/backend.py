@@ -31,10 +31,9 @@ from inference.models.adapters import CachedTokens
 from inference.models.decoder import check_shapes
 from inference.models.kv_cache import CacheShape
 from inference.models.model import Model
+from inference.parallel.communication import LOADING, MakeCache, Progress, RankSpec, TellFree
 from inference.parallel.cpu import CpuLoader
-from inference.parallel.group import Progress
-from inference.parallel.loader import MEETING, RankLoader, declared_shape, join
-from inference.parallel.messages import LOADING, MakeCache, RankSpec, TellFree
+from inference.parallel.part import MEETING, RankLoader, declared_shape, join
 from inference.parallel.ranks import RankProcess, Ranks, Start
 from inference.parallel.shard import shard_of
 from inference.parallel.worker import TorchrunStart, run_rank, torchrun_place

@@ -23,10 +23,8 @@ from inference.cpu.layers import CpuExperts, Linear, pack_linear, static_integer
 from inference.cpu.loop import HostLoop
 from inference.models.read import StoredLinear
 from inference.parallel.adapters import CpuRankAdapters, FirstAdapters, RankBatch, hold
-from inference.parallel.group import Group
-from inference.parallel.layers import RankFactory, RankLayer
-from inference.parallel.loader import RankLoader
-from inference.parallel.messages import HoldAdapter, Task
+from inference.parallel.communication import Group, HoldAdapter, Task
+from inference.parallel.part import RankFactory, RankLayer, RankLoader
 from inference.parallel.ranks import Ranks
 from inference.scheduling.active import ActiveRequests
 from kernels.cpu.weights import Weight, pack_quantized_weight

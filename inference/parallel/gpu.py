@@ -30,10 +30,18 @@ from inference.gpu.runner import GpuRunner
 from inference.gpu.steps import StepPlan
 from inference.models.read import StoredLinear
 from inference.parallel.adapters import FirstAdapters, hold
-from inference.parallel.group import GlooGroup, Group, cut_parts, widened
-from inference.parallel.layers import Gathered, Head, RankFactory, RankLayer
-from inference.parallel.loader import RankLoader, device_store
-from inference.parallel.messages import HoldAdapter, Replay, RunPlan, Task, WarmUp
+from inference.parallel.communication import (
+    GlooGroup,
+    Group,
+    HoldAdapter,
+    Replay,
+    RunPlan,
+    Task,
+    WarmUp,
+    cut_parts,
+    widened,
+)
+from inference.parallel.part import Gathered, Head, RankFactory, RankLayer, RankLoader, device_store
 from inference.parallel.ranks import Ranks
 from inference.requests.request import StepResult
 from inference.scheduling.active import ActiveRequests

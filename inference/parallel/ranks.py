@@ -2,9 +2,10 @@
 
 Each has two connections: one for its tasks, one for its heartbeats (`news`), which a thread reads.
 A rank whose connection ends has died. A rank that has stopped is found by its progress: all ranks
-count the same things (`inference.parallel.group.Progress`), so that one whose count stays below
-another's for longer than the engine's patience is taken for stopped; so is one that says nothing
-for that long while others wait, which may have stopped amid a collective that all have counted.
+count the same things (`inference.parallel.communication.Progress`), so that one whose count stays
+below another's for longer than the engine's patience is taken for stopped; so is one that says
+nothing for that long while others wait, which may have stopped amid a collective that all have
+counted.
 
 When one fails, all are killed: with their connections closed, whatever rank 0 waits for ends,
 too. The other ranks notice the end of rank 0 as their connections close.
@@ -25,8 +26,15 @@ from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
 from formats.errors import EngineEndedError, PTQError
-from inference.parallel.group import Progress
-from inference.parallel.messages import LOADING, Failed, Heartbeat, RankSpec, Task, packed
+from inference.parallel.communication import (
+    LOADING,
+    Failed,
+    Heartbeat,
+    Progress,
+    RankSpec,
+    Task,
+    packed,
+)
 
 LAST_WORDS = 2.0  # seconds in which a process whose connection closed has to end
 NOTICED = 5.0  # seconds to wait for the news of a dead rank, where an exchange failed

@@ -22,8 +22,8 @@ from math import lcm
 from formats.checkpoint.part import ALL, Cut, Span, entry_units
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.families.block_layers import EMBEDDING, HEAD, is_router, role_of
 from formats.families.family import LatentAttention
-from formats.families.names import EMBEDDING, HEAD, is_router, role_of
 from formats.families.registry import block_names
 from formats.scheme import LayerScheme
 from inference.models.config import ModelConfig

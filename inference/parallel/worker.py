@@ -35,13 +35,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from inference.cpu.batch import Batch
 from inference.models.adapters import CachedTokens
-from inference.parallel.group import Progress
-from inference.parallel.loader import RankLoader, join
-from inference.parallel.messages import (
+from inference.parallel.communication import (
     LOADING,
     Failed,
     Heartbeat,
     MakeCache,
+    Progress,
     RankSpec,
     Replay,
     RunPlan,
@@ -49,6 +48,7 @@ from inference.parallel.messages import (
     TellFree,
     WarmUp,
 )
+from inference.parallel.part import RankLoader, join
 from inference.parallel.ranks import IDLE, reason_of
 from inference.scheduling.blocks import BlockChanges
 

@@ -36,8 +36,8 @@ from inference.server.vllm import start_vllm
 with later():
     from formats import tokenizer as tokenizers
     from formats.checkpoint import read as checkpoints
-    from inference.server import app as apps
     from inference.server import serving
+    from inference.server import serving as apps
 
 INSTALL = "pip install 'ptq[serve]'"
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from formats.errors import CheckpointError
-from inference.transformers_code.pieces import Piece
+from inference.transformers_code.state_rows import Piece
 from kernels.op_inputs import AttentionInputs, Gate, KVPool, Named
 
 if TYPE_CHECKING:

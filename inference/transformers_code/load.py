@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.groups import common_inputs
+from formats.families.block_layers import common_inputs
 from formats.families.predicting import Predicting
 from formats.families.registry import find_family
 from formats.memory import release_freed_memory

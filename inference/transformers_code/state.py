@@ -28,9 +28,8 @@ from formats.modeling.load import FAULTS
 from formats.modeling.states import cache_argument
 from inference.transformers_code.attention import current_step, only_rows, quiet
 from inference.transformers_code.known import Constant, kinds_in_rows, methods_with, roundings
-from inference.transformers_code.pieces import Piece
-from inference.transformers_code.projections import Projections
-from inference.transformers_code.state_pool import StatePool, StateShape, StatesInRows
+from inference.transformers_code.linear import Projections
+from inference.transformers_code.state_rows import Piece, StatePool, StateShape, StatesInRows
 
 PROBED = 6  # tokens that are compared
 

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 from formats.command import CommandParser
 from formats.errors import RecipeError
-from formats.files import replace_file
-from formats.lock import output_locked
+from formats.files import output_locked, replace_file
 from formats.namespace import later
 from ptq.commands.shared import add_quiet, add_recipe_arguments, overrides_of
 from ptq.output import PEERS_FILE

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from formats.command import CommandParser
-from formats.lock import output_locked
+from formats.files import output_locked
 from formats.namespace import later
 from ptq.commands.shared import add_quiet
 from ptq.output import RECIPE_FILE, require_run

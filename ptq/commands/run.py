@@ -15,8 +15,8 @@ from pathlib import Path
 
 from formats.command import CommandParser
 from formats.errors import RecipeError
+from formats.files import output_locked
 from formats.hub import hide_progress
-from formats.lock import output_locked
 from formats.namespace import later, require_own_packages
 from ptq.commands.shared import (
     add_quiet,
@@ -39,7 +39,7 @@ with later():
     from ptq.evaluate import comparison
     from ptq.pipeline import driver, resume
     from ptq.plan import preflight
-    from ptq.search import record
+    from ptq.search import choice
     from ptq.search import search as searching
 
 
@@ -83,7 +83,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     print(format_table(report.summary_rows))
     print()
     if ordered is not None:
-        print(f"{format_table(record.choice_rows(ordered.record))}\n")
+        print(f"{format_table(choice.choice_rows(ordered.record))}\n")
     for failure in report.failures:
         print(f"FAILED: {failure}")
     print(f"verdict:    {report.line}")

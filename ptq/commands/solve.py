@@ -20,7 +20,7 @@ from pathlib import Path
 
 from formats.command import CommandParser
 from formats.errors import RecipeError
-from formats.lock import output_locked, refuse_busy
+from formats.files import output_locked, refuse_busy
 from formats.namespace import later
 from ptq.commands.shared import add_quiet, checkpoint_lines, next_commands
 from ptq.output import RECIPE_FILE, require_run
@@ -30,7 +30,7 @@ from ptq.text import typed_path
 
 with later():
     import ptq.plan.plan as planning
-    from ptq.pipeline import artifact, driver, solvable
+    from ptq.pipeline import artifact, driver, reuse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def _solve(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
         refuse_busy(arguments.run)
     seen = artifact.Artifact.load(arguments.run)
     result = driver.solve(plan, seen, force=arguments.force, progress=not arguments.quiet)
-    for note in solvable.solve_notes(seen, plan.recipe):
+    for note in reuse.solve_notes(seen, plan.recipe):
         print(note)
     print(*checkpoint_lines(result.checkpoint), sep="\n")
     print(f"solved in {result.seconds['total']:.1f} s, without running the model\n\nNext:")

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.command import CommandParser, bar, count
-from formats.files import replace_file
-from formats.lock import output_locked
+from formats.files import output_locked, replace_file
 from formats.namespace import later
 from ptq.commands.shared import add_quiet
 from ptq.sweep.pools import LocalPool, RayPool

@@ -22,7 +22,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.command import bar
 from formats.errors import CheckpointError
-from formats.families import names
+from formats.families import block_layers
 from formats.foreign.folder import owner
 from formats.foreign.layout import used_groups
 from formats.modeling.model import meta_model
@@ -174,7 +174,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-HEAD, EMBEDDINGS = f"{names.HEAD}.weight", f"{names.EMBEDDING}.weight"
+HEAD, EMBEDDINGS = f"{block_layers.HEAD}.weight", f"{block_layers.EMBEDDING}.weight"
 
 
 def surplus_tensors(source: Source, modules: Sequence[str]) -> frozenset[str]:

@@ -22,9 +22,9 @@ from formats.checkpoint.contents import is_foreign
 from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
-from formats.families.names import HEAD
+from formats.families.block_layers import HEAD
 from formats.families.registry import find_family
-from formats.files import building_directory, fsync_path, write_bytes
+from formats.files import building_directory, fsync_path, target_locked, write_bytes
 from formats.foreign.awq import awq_config, awq_layout, refuse_awq
 from formats.foreign.folder import named
 from formats.foreign.fp8 import fp8_block_config, fp8_block_layout, refuse_fp8_block
@@ -35,7 +35,6 @@ from formats.foreign.paddle import FILES as TABLES
 from formats.foreign.paddle import paddle_tables
 from formats.gguf.locate import is_gguf, locate_model, locate_source
 from formats.gguf.unpack import unpack
-from formats.lock import target_locked
 from formats.namespace import version as own_version
 from formats.scheme import Scheme, has_float_zeros
 from formats.stored.folder import CONFIG, SETTINGS_FILES, read_config

@@ -24,7 +24,7 @@ from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.native import only_here
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, typed
-from formats.families.names import HEAD
+from formats.families.block_layers import HEAD
 from formats.families.values import named_dtype
 from formats.foreign.folder import named
 from formats.foreign.paddle import FILES, PaddleScales, read_paddle

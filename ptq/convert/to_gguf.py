@@ -28,8 +28,8 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.command import bar
 from formats.errors import CheckpointError
+from formats.families.block_layers import EMBEDDING, HEAD, any_expert, expert_of
 from formats.families.family import Attention, Family
-from formats.families.names import EMBEDDING, HEAD, any_expert, expert_of
 from formats.families.registry import BY_TYPE
 from formats.families.values import named_dtype
 from formats.files import fsync_path, writing

@@ -22,7 +22,7 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
 from inference.transformers_code.model import read_shape
-from ptq.plan.devices import on_gpu
+from ptq.plan.machine import on_gpu
 from ptq.recipe.schema import DevicesSpec, Recipe, SpeedSpec
 
 Pair = tuple[Scorer, Scorer]  # the original and what is judged

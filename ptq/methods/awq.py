@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from formats.families.groups import SMOOTHING_KINDS, SmoothingKind
+from formats.families.block_layers import SMOOTHING_KINDS, SmoothingKind
 from formats.namespace import later
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.folding import SmoothedGroup

@@ -8,7 +8,7 @@ With the Fisher factors A and G of a layer (`calibrate.gradients`), |g_t|^2 the 
 
 Terms of different layers, inputs and caches add up: errors of rounding are independent, and of
 second order in the model's KL there is nothing else but their products. What `rounding` would make
-of the weights is an estimate where it rounds with feedback (`ptq.methods.common.feedback`, which
+of the weights is an estimate where it rounds with feedback (`ptq.methods.common.with_feedback`
 tells how near it comes), and solved for where it does not, or where factors do not invert.
 Nothing is changed.
 
@@ -33,7 +33,7 @@ from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, PlannedLayer,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ptq.methods.common.feedback import Feedback
+    from ptq.methods.common.with_feedback import Feedback
 with later():
     import torch
 

@@ -11,7 +11,7 @@ Columns go in blocks; the columns beyond a block are updated once, when it is do
 groups of neighbouring columns as they stand in the checkpoint ("static groups"), so that nothing of
 the order remains on disk. Layers that share an input share H and its factor; those of one module,
 such as q, k and v, are solved as one. `sweeps` of coordinate descent over the integers may follow
-(`ptq.methods.common.fitting`).
+(`ptq.methods.common.with_feedback`).
 
 lambda is `damp` times the mean of H's diagonal. If H does not factor, lambda is raised tenfold
 until it does; if it never does, or if a layer's error tr(E H E^T) comes out larger than that of
@@ -39,8 +39,8 @@ with later():
     import kernels.numerics as numerics
     from formats.stored import weights as storage
     from kernels.triton.calibration import feedback as kernels
-    from ptq.methods.common import feedback as expected
-    from ptq.methods.common import fitting, moments, rounding
+    from ptq.methods.common import moments, rounding, with_feedback
+    from ptq.methods.common import with_feedback as expected
 
 MOST_DAMP = 10.0
 SOLVED_WHOLE = 512  # inputs of a triangle that is inverted at once
@@ -314,12 +314,12 @@ class GPTQ(LayerMethod):
     ) -> list[Tensor]:
         """The integers of each layer."""
         size, sweeps = self.spec.block_size, self.spec.sweeps
-        smooth = fitting.damped(hessian, self.spec.damp) if sweeps else hessian
+        smooth = with_feedback.damped(hessian, self.spec.damp) if sweeps else hessian
 
         def one(weight: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
             q = gptq(weight, scale, zeros, spec, factor, order, size)
             for _ in range(sweeps):
-                q = fitting.descend(q, weight, scale, zeros, spec, smooth, order, size)
+                q = with_feedback.descend(q, weight, scale, zeros, spec, smooth, order, size)
             return q
 
         if spec.granularity not in ("per_channel", "group"):  # whose scales are stacked by row

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from formats.errors import RecipeError
-from formats.families import names
+from formats.families import block_layers
 from formats.families.family import LatentAttention
 from formats.families.registry import family_of, predicting_layer
 from formats.families.sizes import heads_of
@@ -59,7 +59,8 @@ with later():
     from formats.modeling import load
 
 EMBEDDING, FINAL_NORM, HEAD = (
-    f"{name}.weight" for name in (names.EMBEDDING, names.FINAL_NORM, names.HEAD)
+    f"{name}.weight"
+    for name in (block_layers.EMBEDDING, block_layers.FINAL_NORM, block_layers.HEAD)
 )
 ROWS = 8192  # of a weight that are rotated at a time
 
@@ -129,7 +130,7 @@ class RotationSpec(MethodSpec):
 
     def explain(self, layer: PlannedLayer) -> Iterator[str]:
         """What of the layer turns."""
-        role = names.role_of(layer.name)
+        role = block_layers.role_of(layer.name)
         if self.residual:
             turned = "rows" if role in ("o", "down") else "columns"
             yield f"rotation: its {turned} turn with the residual stream"
@@ -194,8 +195,8 @@ class RotatedCheckpoint(FloatModelView):
 
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, lm_head's among them."""
-        names = {*self.source.names()} - self._unturned
-        return tuple(sorted({*names, HEAD} if self.unties else names))
+        block_layers = {*self.source.names()} - self._unturned
+        return tuple(sorted({*block_layers, HEAD} if self.unties else block_layers))
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor and rotate it, in fp64; rounded once to its type."""
@@ -279,10 +280,10 @@ class RotatedCheckpoint(FloatModelView):
 
     def _norm(self, name: str, module: str) -> Tensor:
         """What the norm before a layer multiplies by, fp64 [in]; 1 where there is none."""
-        norm = names.FINAL_NORM if name == HEAD else self.family.readers.get(module)
+        norm = block_layers.FINAL_NORM if name == HEAD else self.family.readers.get(module)
         if norm is None:
             return torch.ones((), dtype=torch.float64)
-        full = norm if name == HEAD else f"{names.block_of(name)}.{norm}"
+        full = norm if name == HEAD else f"{block_layers.block_of(name)}.{norm}"
         return self._float(f"{full}.weight") + self.family.norms.offset
 
     def origin(self, name: str) -> str:

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from formats.families.block_layers import role_of
 from formats.families.family import LatentAttention
-from formats.families.names import role_of
 from formats.families.registry import find_family
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme

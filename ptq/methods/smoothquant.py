@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from formats.families.groups import SMOOTHING_KINDS, SmoothingKind
+from formats.families.block_layers import SMOOTHING_KINDS, SmoothingKind
 from formats.namespace import later
 from formats.scheme import ActivationSpec, LayerScheme, Scheme
 from ptq.methods.common.folding import SmoothedGroup, Trials

@@ -21,8 +21,8 @@ the elements.
 Columns go by falling diagonal of A and rows by falling diagonal of G (`act_order`); scales are
 chosen before, with A for the second moments of the inputs, where they stand in the checkpoint. A G
 that is known by diagonal blocks is solved block by block of rows. `sweeps` of descent in the same
-metric may follow: scales of rows are fitted to the integers (`ptq.methods.common.fitting`), then
-each element goes, given all others, to the value of the grid next to
+metric may follow: scales of rows are fitted to the integers (`ptq.methods.common.with_feedback`),
+then each element goes, given all others, to the value of the grid next to
 q_ij + (G E A)_ij / (G_ii A_jj). A sweep takes N K steps that wait for each other: as long as the
 solution itself on a CPU, far longer on a GPU. Weights of Q4_K, w = s q - m, are solved as W + m,
 and sweeps fit s and then m on their grid (`ptq.methods.common.super_blocks`).
@@ -62,8 +62,8 @@ with later():
     from calibrate import gradients
     from formats.stored import weights as storage
     from ptq.methods import gptq
-    from ptq.methods.common import feedback as expected
-    from ptq.methods.common import fitting, rounding, super_blocks
+    from ptq.methods.common import rounding, super_blocks, with_feedback
+    from ptq.methods.common import with_feedback as expected
 
 Damping = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 
@@ -148,7 +148,7 @@ class Side:
         found = gptq.inverse_factor(ordered, damp)
         if found is None:
             return None
-        return cls(order, found[0], fitting.damped(ordered, found[1]), found[1])
+        return cls(order, found[0], with_feedback.damped(ordered, found[1]), found[1])
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Layer:
 
         def fit(weights: Tensor, q: Tensor, found: Tensor, storable: Storable) -> Tensor:
             start, own = taken.take_rows(found, 1.0), self.inputs.damped
-            return fitting.fit_scales(weights, q, start, group_of, damped, own, storable)
+            return with_feedback.fit_scales(weights, q, start, group_of, damped, own, storable)
 
         steps = q if to.zeros is None else q - to.zeros
         scale = fit(weights + now.low, steps, now.scale, of_scales)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from formats.families.names import split_name
+from formats.families.block_layers import split_name
 from formats.modeling.layers import embedding_name, head_name
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.spec import MethodSpec, PlannedLayer, Stage

@@ -31,9 +31,8 @@ from formats.errors import CheckpointError
 from formats.files import replace_file, writing
 from formats.stored.safetensors_files import write_tensors
 from ptq.methods.common.block import BlockWork, Seen
-from ptq.methods.common.fisher import WeightedMoments
 from ptq.methods.common.method import Method
-from ptq.methods.common.moments import Moments
+from ptq.methods.common.moments import Moments, WeightedMoments
 from ptq.methods.common.spec import MethodSpec
 from ptq.methods.registry import block_methods
 from ptq.output import FOUND_FILE, STATISTICS_FILE

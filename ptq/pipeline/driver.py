@@ -47,11 +47,10 @@ from ptq.pipeline.artifact import (
 )
 from ptq.pipeline.emit import emit_rest
 from ptq.pipeline.gradients import GradientStore
-from ptq.pipeline.key import gradients_key, key_of, run_facts, seen_key
 from ptq.pipeline.live import LiveTable
 from ptq.pipeline.outside import solve_head, solve_predicting
 from ptq.pipeline.resume import BlockRecord, ResumableRun, SolvedBlock, discard
-from ptq.pipeline.solvable import check_solvable
+from ptq.pipeline.reuse import check_solvable, gradients_key, key_of, run_facts, seen_key
 from ptq.pipeline.solver import BlockSolver
 from ptq.pipeline.team import fast_products
 from ptq.plan.modules import head_weight, shard_bytes

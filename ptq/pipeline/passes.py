@@ -24,10 +24,9 @@ from formats.families.sizes import heads_of, turning_pairs
 from formats.modeling.layers import common_inputs, structure_of
 from ptq.methods.common.block import BlockSettings, BlockWork, Seen, quantized_block
 from ptq.methods.common.events import Event
-from ptq.methods.common.fisher import WeightedMoments
 from ptq.methods.common.float_model import FloatModel, config_of, kept_layers
 from ptq.methods.common.method import Method
-from ptq.methods.common.moments import Moments
+from ptq.methods.common.moments import Moments, WeightedMoments
 from ptq.methods.common.positions import Positions
 from ptq.pipeline.team import Team
 from ptq.plan.plan import Plan

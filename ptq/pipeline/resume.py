@@ -2,7 +2,8 @@
 
 Beside the checkpoint that is being made, in `<output>/.resume`:
 
-    progress.json                  what the run is (`ptq.pipeline.key`) and how many blocks are done
+    progress.json                  what the run is (`ptq.pipeline.reuse`), and how many blocks are
+                                   done
     block-00003.safetensors        what the checkpoint gets of a block, under `tensor/<name>`, what
                                    is beside it under `beside/<name>`, and under
                                    `found/<method>/<name>` what its methods found
@@ -46,7 +47,7 @@ from formats.stored.safetensors_files import SafetensorsFile, write_tensors
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.output import BUDGET_FOLDER, COSTS_FILE, GRADIENTS_FOLDER, PROGRESS_FILE, RESUME_FOLDER
 from ptq.pipeline.gradients import MARK, damaged, discard_folder
-from ptq.pipeline.key import differences
+from ptq.pipeline.reuse import differences
 from ptq.result import BlockRow, ModuleRow
 
 MOST_TOLD = 6  # settings in which two runs differ
@@ -89,7 +90,7 @@ class Progress(Strict):
     Attributes:
         blocks: Those that are stored with the states after them.
         total: Blocks of the model.
-        facts: What the key stands for; see `ptq.pipeline.key.run_facts`.
+        facts: What the key stands for; see `ptq.pipeline.reuse.run_facts`.
     """
 
     key: str
@@ -111,7 +112,7 @@ class ResumableRun:
 
     Args:
         output: The run's output folder.
-        key: From `ptq.pipeline.key.key_of`; what another key has left is removed.
+        key: From `ptq.pipeline.reuse.key_of`; what another key has left is removed.
         total: Blocks of the model.
         facts: What the key stands for.
 

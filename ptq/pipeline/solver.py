@@ -33,7 +33,7 @@ from ptq.pipeline.measure import Ratios, measure, module_rows
 from ptq.pipeline.passes import block_work, observe, quantized_outputs
 from ptq.pipeline.resume import BlockRecord, SolvedBlock
 from ptq.pipeline.team import Team
-from ptq.plan.devices import devices_of
+from ptq.plan.machine import devices_of
 from ptq.plan.plan import Plan
 from ptq.plan.schedule import Schedule
 from ptq.result import BlockRow, ModuleRow, Stopwatch

@@ -19,8 +19,7 @@ from transformers import PretrainedConfig
 
 from calibrate.block import DecoderBlock
 from calibrate.stream import BlockStream
-from formats.families.groups import SmoothingGroup, SmoothingKind
-from formats.families.names import any_expert, expert_of
+from formats.families.block_layers import SmoothingGroup, SmoothingKind, any_expert, expert_of
 from formats.modeling.structure import BlockStructure, Structure
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.folding import source_channel

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from calibrate.data import TokenSet
 from formats.cache_scheme import KVCacheSpec
 from formats.errors import RequestError
-from formats.families.names import any_expert, expert_of, split_name
+from formats.families.block_layers import any_expert, expert_of, split_name
 from formats.memory import rss_bytes
 from formats.published import is_turned
 from ptq.methods.common.spec import PlannedLayer

@@ -12,8 +12,8 @@ from typing import Any
 
 from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.targets import is_ignored
+from formats.families.block_layers import split_name
 from formats.families.family import Family, LatentAttention
-from formats.families.names import split_name
 from formats.families.sizes import may_centre
 from formats.modeling.layers import cached, structure_of
 from formats.scheme import GROUP_SIZES, WeightSpec

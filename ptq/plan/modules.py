@@ -22,8 +22,7 @@ from transformers import PretrainedConfig
 
 from calibrate.handed import rows_of_blocks
 from formats.checkpoint.targets import is_ignored
-from formats.families.groups import SmoothingGroup, SmoothingKind
-from formats.families.names import by_block
+from formats.families.block_layers import SmoothingGroup, SmoothingKind, by_block
 from formats.families.predicting import Predicting
 from formats.families.registry import find_family, predicting_layer
 from formats.families.sizes import Cached

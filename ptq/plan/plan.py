@@ -16,9 +16,14 @@ from transformers import PretrainedConfig
 from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.families.block_layers import (
+    SMOOTHING_KINDS,
+    SmoothingGroup,
+    SmoothingKind,
+    by_block,
+    smoothing_groups,
+)
 from formats.families.family import Family
-from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind, smoothing_groups
-from formats.families.names import by_block
 from formats.families.registry import BY_TYPE, find_family
 from formats.modeling.layers import (
     attention_of_blocks,
@@ -33,9 +38,8 @@ from ptq.methods.common.float_model import FloatModel, FloatModelView, kept_laye
 from ptq.methods.registry import view_of
 from ptq.plan import preflight
 from ptq.plan.checked_groups import checked_groups
-from ptq.plan.devices import check_devices, on_gpu
-from ptq.plan.footprint import Footprint
 from ptq.plan.group_sizes import settle_groups
+from ptq.plan.machine import Footprint, check_devices, on_gpu
 from ptq.plan.module_faults import check_caches, check_modules, settle_keys
 from ptq.plan.modules import (
     ModulePlan,

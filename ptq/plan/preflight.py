@@ -26,7 +26,7 @@ from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError, EngineError, suggestion, typed
-from formats.families.names import HEAD
+from formats.families.block_layers import HEAD
 from formats.families.registry import MODEL_TYPES, find_family, is_causal_lm, unsupported
 from formats.gguf.metadata import model_metadata, require_writer, tokenizer_metadata
 from formats.modeling.layers import (

@@ -48,7 +48,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from calibrate.spec import DatasetSpec, ObserverSpec
 from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.targets import last_match
-from formats.families.names import is_weight_only
+from formats.families.block_layers import is_weight_only
 from formats.gguf.locate import locate_model
 from formats.hub import find_model
 from formats.namespace import later

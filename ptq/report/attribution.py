@@ -28,7 +28,7 @@ from torch import Tensor
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
 from formats.command import bar
-from formats.families.names import block_of, role_of
+from formats.families.block_layers import block_of, role_of
 from formats.modeling.layers import attention_of_blocks, head_name
 from formats.scheme import LayerScheme, Strict
 from inference.accuracy import compare_predictions

@@ -26,7 +26,7 @@ from ptq.report.generated import Completion, DraftPair
 from ptq.report.inspection import OutlierRow
 from ptq.report.known import MARGIN, Known, beside_margin, known_limit, least
 from ptq.result import CalibrationSummary, QuantizationRecord
-from ptq.search.record import BudgetRecord
+from ptq.search.choice import BudgetRecord
 
 
 class Check(Strict):

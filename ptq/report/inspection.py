@@ -16,7 +16,7 @@ from calibrate.spec import SINK_INPUT
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RequestError
-from formats.families.names import is_projection
+from formats.families.block_layers import is_projection
 from formats.families.registry import FAMILIES
 from formats.scheme import Scheme, Strict
 from ptq.methods.common.float_model import values_of

@@ -39,7 +39,7 @@ from torch import Tensor
 from calibrate.stream import BlockStream
 from formats.documents import Strict
 from formats.errors import CheckpointError, RecipeError
-from formats.families.names import expert_of
+from formats.families.block_layers import expert_of
 from formats.files import replace_file
 from formats.modeling.layers import head_name
 from formats.scheme import BLOCK, PRESETS, LayerScheme, Scheme, WeightSpec

@@ -28,7 +28,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
 from formats.command import say
 from formats.errors import RecipeError
-from formats.families.names import HEAD
+from formats.families.block_layers import HEAD
 from formats.scheme import LayerScheme
 from inference.accuracy import Accuracy
 from ptq.evaluate.comparison import compare_on, engine_config, open_both, report_devices
@@ -39,17 +39,27 @@ from ptq.methods.registry import METHODS, view_of
 from ptq.output import BUDGET_FOLDER, CHECKPOINT_FOLDER, COSTS_FILE, RECIPE_FILE
 from ptq.pipeline import driver
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.key import key_of, run_facts
-from ptq.plan.devices import devices_of
+from ptq.pipeline.reuse import key_of, run_facts
+from ptq.plan.machine import devices_of
 from ptq.plan.plan import Plan, build_plan
 from ptq.plan.preflight import predict_checkpoint, weight_bytes
 from ptq.recipe.budget import BudgetSpec
 from ptq.recipe.reading import LoadedRecipe, resolved_yaml
 from ptq.recipe.schema import LayersSpec, OutputSpec, Recipe, ReportSpec, StatisticsSpec
 from ptq.result import QuantizationResult, load_result
-from ptq.search.choice import Frontier, Point, chosen_recipe, frontier
+from ptq.search.choice import (
+    BudgetRecord,
+    Curve,
+    Frontier,
+    Measured,
+    Point,
+    Trial,
+    Tried,
+    chosen_recipe,
+    frontier,
+    loss_of,
+)
 from ptq.search.costs import HEAD_SCHEMES, SCHEMES, Costs, candidates, gather, groups_of, head_costs
-from ptq.search.record import BudgetRecord, Curve, Measured, Trial, Tried, loss_of
 from ptq.text import size_text
 
 TRIALS = 2  # full evaluations

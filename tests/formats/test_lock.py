@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CheckpointError
-from formats.lock import LOCK_FILE, output_locked, refuse_busy, target_locked
+from formats.files import LOCK_FILE, output_locked, refuse_busy, target_locked
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
 import sys, time
 from pathlib import Path
-from formats.lock import output_locked, target_locked
+from formats.files import output_locked, target_locked
 with {"output": output_locked, "target": target_locked}[sys.argv[1]](Path(sys.argv[2])):
     print("locked", flush=True)
     time.sleep(60)

@@ -10,8 +10,8 @@ from formats.errors import RecipeError
 from formats.scheme import WeightSpec
 from kernels.numerics import TYPES, dequantize, quantize
 from ptq.methods.common import rounding
-from ptq.methods.common.fitting import damped, descend
 from ptq.methods.common.moments import output_errors
+from ptq.methods.common.with_feedback import damped, descend
 from ptq.methods.gptq import gptq, inverse_factor
 from tests.calibrate.test_observers import observed
 

@@ -14,15 +14,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from inference.models.model import Computed
-    from inference.speculate.cached_tokens import KeptStates
-    from inference.speculate.chain import ChainProposer, Target
+    from inference.speculate.chain import ChainProposer, KeptStates, Target
     from kernels.op_inputs import KVPool
 with later():
     from formats import tokenizer as tokenizers
     from formats.checkpoint import read
     from inference.models import kv_cache
     from inference.models import model as models
-    from inference.speculate import cached_tokens, chain
+    from inference.speculate import chain
     from inference.transformers_code import model as shapes
 
 
@@ -89,11 +88,11 @@ def draft_proposer(name: str | None, target: Target) -> ChainProposer:
     model = backend.load(checkpoint, shape, longest)
     states = None
     if isinstance(model, shapes.CodeModel) and (each := model.state_bytes()):
-        rows = cached_tokens.state_rows(sizes)
+        rows = chain.state_rows(sizes)
         chain.require_memory(
             f"{what}, beside its weights,", rows.rows * each, cache, backend, backend.dtype
         )
-        states = cached_tokens.KeptStates(model, rows, sizes, longest)
+        states = chain.KeptStates(model, rows, sizes, longest)
     pools = backend.cache(cache)
     forward, captured = backend.forward(model, pools), backend.captures(model)
     own = ModelNetwork(forward, vocabulary, longest, captured=captured, states=states)

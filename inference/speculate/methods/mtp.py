@@ -10,7 +10,7 @@ their last one, and around it (`formats.families.predicting` has the names, MiMo
 Where h_t is not there yet, y_{t-1} stands for it. Where a file lacks the embedding or the head,
 they are the model's. A checkpoint that was quantized here has the layer, too. Of several such
 layers, each trained for a token further on, the first drafts all, from its own y. Where
-transformers' code runs the model, it runs the layer (`inference.speculate.code_predictor`).
+transformers' code runs the model, it runs the layer (`inference.speculate.head`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ with later():
     from formats.checkpoint import read
     from inference.models import decoder
     from inference.models import parts as loading
-    from inference.speculate import chain, code_predictor
+    from inference.speculate import chain
     from inference.speculate import head as heads
 
 log = logging.getLogger("ptq.inference")
@@ -131,7 +131,7 @@ def _load(checkpoint: Checkpoint, names: Predicting, target: Target) -> heads.He
     if isinstance(model, decoder.Decoder):
         return PredictingLayer(checkpoint, names, model, backend, longest)
     config, code = target.checkpoint.config, cast("CodeModel", model)
-    return code_predictor.CodePredictor(checkpoint, config, names, code, backend, longest)
+    return heads.CodePredictor(checkpoint, config, names, code, backend, longest)
 
 
 def mtp_proposer(name: str | None, target: Target) -> HeadProposer:

@@ -12,7 +12,7 @@ no barrier in the loop; warps are merged once, at the end. What makes that possi
   head. P^T turns from a sum into an operand by transposing 8 x 8 blocks inside the warp.
 - The next page of K is on its way to registers before this page's V is used; of int4, whose pages
   take half the registers, so is the next page of V, and scales of tokens.
-- int4 goes to the tensor cores as its bits stand, n + 8 in two units (`gluon_operands`). Where a
+- int4 goes to the tensor cores as its bits stand, n + 8 in two units (`gluon_parts`). Where a
   head has one scale, what the eights add to scores is one number a query, which the softmax does
   not see; else a product with a K of nothing but eights tells it (`eights`). What they add to the
   result is 8 times the sum of the weights as they are rounded, which a product with ones tells.
@@ -34,7 +34,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.op_inputs import AttentionInputs
-from kernels.triton.attention.decode_parts import (
+from kernels.triton.attention.gluon_parts import (
+    HIGH_UNIT,
+    INT4,
+    LIFT,
+    LOW_UNIT,
+    LOWEST,
+    TYPES,
     eights,
     keys,
     leave,
@@ -42,18 +48,10 @@ from kernels.triton.attention.decode_parts import (
     queries,
     scale_words,
     span,
-    two_scales,
-    values,
-)
-from kernels.triton.attention.gluon_operands import (
-    HIGH_UNIT,
-    INT4,
-    LIFT,
-    LOW_UNIT,
-    LOWEST,
-    TYPES,
     token_of,
     transposed,
+    two_scales,
+    values,
 )
 from kernels.triton.attention.paged_cache import scale_kind
 from kernels.triton.common import Workspace, overlap

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.triton.attention.gluon_operands import FP8, LOWEST, TYPES, to_fp16
+from kernels.triton.attention.gluon_parts import FP8, LOWEST, TYPES, to_fp16
 from kernels.triton.attention.prefill_hopper import HIDDEN, LOG2_E, tile_of
 from kernels.triton.gluon_names import barrier, wait_ahead
 

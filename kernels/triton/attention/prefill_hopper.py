@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.op_inputs import AttentionInputs
-from kernels.triton.attention.gluon_operands import (
+from kernels.triton.attention.gluon_parts import (
     FP8,
     INT4,
     LIFT,

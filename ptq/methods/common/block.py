@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from calibrate.spec import SINK_INPUT, SINK_TOKENS, ObserverSpec
-from formats.families.groups import SmoothingGroup
+from formats.families.block_layers import SmoothingGroup
 from formats.namespace import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec
 from ptq.methods.common.events import Event, EventKind, SmoothingRow
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from calibrate.statistics import Key, Statistics
     from calibrate.tensor_statistics import TensorStatistics
     from formats.stored.weights import StoredWeight
-    from ptq.methods.common.fisher import WeightedMoments
-    from ptq.methods.common.moments import Moments
+    from ptq.methods.common.moments import Moments, WeightedMoments
     from ptq.methods.common.positions import Positions
 with later():
     import torch
@@ -32,7 +31,7 @@ with later():
     import kernels.numerics as numerics
     from calibrate import observers, statistics
     from formats.stored import weights as storage
-    from ptq.methods.common import fisher
+    from ptq.methods.common import moments as second_moments
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ class BlockWork:
         """
         assert self.gradients is not None, "no method asked for gradients"
         assert self.seen.weighted is not None, "the samples have not run"
-        return fisher.factors(
+        return second_moments.factors(
             self.seen.weighted.of(name).to(self.block.device),
             self.gradients.output(name),
             since_samples=self.seen.divisors.get((name, "input")),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from calibrate.spec import SINK_INPUT
-from formats.families.groups import SmoothingGroup
+from formats.families.block_layers import SmoothingGroup
 from formats.namespace import later
 from ptq.methods.common.block import (
     BlockWork,

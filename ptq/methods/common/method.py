@@ -21,15 +21,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
-from formats.families.groups import SmoothingGroup
+from formats.families.block_layers import SmoothingGroup
 from ptq.methods.common.block import BlockWork
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ptq.methods.common.block import QuantizedLinear
-    from ptq.methods.common.feedback import Feedback
     from ptq.methods.common.spec import MethodSpec
+    from ptq.methods.common.with_feedback import Feedback
 
 
 MomentKind = Literal["none", "diagonal", "full"]

@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from formats.families.groups import SmoothingGroup
+from formats.families.block_layers import SmoothingGroup
 from formats.namespace import later
 from formats.scheme import ActivationSpec
 from ptq.methods.common.block import BlockWork

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from formats.families.groups import SmoothingGroup, SmoothingKind
+from formats.families.block_layers import SmoothingGroup, SmoothingKind
 from formats.scheme import LayerScheme, Scheme, Strict
 from ptq.methods.common.method import Method, MomentKind
 

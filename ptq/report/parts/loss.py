@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from formats.families.block_layers import any_expert, is_shared_expert, split_name
 from formats.families.family import LatentAttention
-from formats.families.names import any_expert, is_shared_expert, split_name
 from formats.families.registry import FAMILIES
 from ptq.report.attribution import Attribution, Part
 from ptq.report.data import ReportData

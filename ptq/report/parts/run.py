@@ -12,8 +12,8 @@ from ptq.report.data import ReportData
 from ptq.report.page import LIMIT, ORIGINAL, QUANTIZED, Cells, Plot, Section, Table, new_panel
 from ptq.report.verdict import summary_rows
 from ptq.result import BlockRow, CalibrationSummary
+from ptq.search.choice import BudgetRecord, Trial, choice_rows, cost_of
 from ptq.search.costs import Cost, GroupCosts
-from ptq.search.record import BudgetRecord, Trial, choice_rows, cost_of
 from ptq.text import decibel, percent, scale_text, size_text
 
 

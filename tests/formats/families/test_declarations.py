@@ -11,8 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from formats.errors import CheckpointError
 from formats.families import registry
-from formats.families.family import Attention, Family
-from formats.families.names import (
+from formats.families.block_layers import (
     any_expert,
     block_of,
     by_block,
@@ -22,6 +21,7 @@ from formats.families.names import (
     is_shared_expert,
     split_name,
 )
+from formats.families.family import Attention, Family
 from formats.families.registry import BY_TYPE, FAMILIES, MODEL_TYPES, unsupported
 from formats.families.sizes import Heads, heads_of, turning_pairs
 from ptq.commands.families import main
@@ -43,7 +43,10 @@ def test_every_file_declares_a_family_of_its_own():
 
 @pytest.mark.parametrize(
     "reading",
-    ["import formats.families.groups", "import ptq.commands.families as shown; shown.main([])"],
+    [
+        "import formats.families.block_layers",
+        "import ptq.commands.families as shown; shown.main([])",
+    ],
 )
 def test_declarations_are_read_and_shown_without_torch_or_transformers(reading):
     code = f"import sys; {reading}; print({{'torch', 'transformers'}} & set(sys.modules))"

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError, RecipeError
-from formats.families.groups import common_inputs, merged_layers, smoothing_groups
+from formats.families.block_layers import common_inputs, merged_layers, smoothing_groups
 from formats.families.registry import family_of
 from formats.scheme import KVCacheSpec, Scheme
 from inference.config import EngineConfig

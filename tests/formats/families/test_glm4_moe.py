@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from formats.checkpoint.read import Checkpoint
-from formats.families.groups import SMOOTHING_KINDS, smoothing_groups
+from formats.families.block_layers import SMOOTHING_KINDS, smoothing_groups
 from formats.families.registry import family_of
 from inference.models.config import ModelConfig
 from tests.families import but_one_in_ci, check_blocks, check_engine

@@ -3,7 +3,7 @@
 import pytest
 
 from formats.errors import RecipeError
-from formats.families.groups import SMOOTHING_KINDS, common_inputs, smoothing_groups
+from formats.families.block_layers import SMOOTHING_KINDS, common_inputs, smoothing_groups
 from formats.families.registry import family_of
 from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec

@@ -19,8 +19,8 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.gpu.backend import TritonBackend
 from inference.parallel.backend import FirstBackend
-from inference.parallel.group import Progress
-from inference.parallel.loader import device_store, join
+from inference.parallel.communication import Progress
+from inference.parallel.part import device_store, join
 from inference.requests.request import SamplingParams
 from tests.adapters import write_adapter, write_prefix
 from tests.inference.gpu.test_gpu import checkpoint_of, prompt

@@ -21,8 +21,7 @@ from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.parallel import backend, worker
 from inference.parallel.backend import FirstBackend
-from inference.parallel.group import Progress
-from inference.parallel.messages import Heartbeat, RankSpec
+from inference.parallel.communication import Heartbeat, Progress, RankSpec
 from inference.parallel.ranks import RankProcess, Ranks
 from inference.requests.request import SamplingParams
 from inference.server.command import main as serve
@@ -35,8 +34,8 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 FIRST = """
 import time
 from inference.config import EngineConfig
-from inference.parallel.group import Progress
-from inference.parallel.messages import RankSpec
+from inference.parallel.communication import Progress
+from inference.parallel.communication import RankSpec
 from inference.parallel.ranks import Ranks
 
 spec = RankSpec(1, 2, dict, EngineConfig(), dict, {meeting!r}, 1, dict)

@@ -10,7 +10,7 @@ from inference.beam_search import BeamParams, beam_search
 from inference.config import SpeculateConfig
 from inference.models.kv_cache import CacheShape, LayerCache
 from inference.models.model import KVHeads
-from inference.parallel.loader import cut_cache
+from inference.parallel.part import cut_cache
 from inference.requests.request import SamplingParams
 from ptq.convert.convert import convert
 from tests.experts import MOE

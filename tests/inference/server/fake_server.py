@@ -7,7 +7,7 @@ import sys
 
 import uvicorn
 
-from inference.server.app import create_app
+from inference.server.serving import create_app
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.http_client import settings
 

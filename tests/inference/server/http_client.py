@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from formats.tokenizer import load_tokenizer
-from inference.server.app import create_app
+from inference.server.serving import create_app
 from inference.server.settings import ServerSettings
 from tests.conftest import write_tokenizer
 from tests.inference.server.fake_engine import FakeEngine

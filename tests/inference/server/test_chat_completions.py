@@ -4,7 +4,7 @@ import pytest
 
 from formats.errors import RequestError
 from inference.requests.request import SamplingParams
-from inference.server.app import create_app
+from inference.server.serving import create_app
 from tests.inference.server.fake_engine import FakeEngine, counting
 from tests.inference.server.http_client import events, post, settings, tokenizer
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from inference.server.app import create_app
 from inference.server.http import responses
 from inference.server.http.responses import dumps, quote
-from inference.server.serving import BoundedProtocol
+from inference.server.serving import BoundedProtocol, create_app
 from inference.server.settings import Limits
 from tests.inference.server.fake_engine import INFO, FakeEngine
 from tests.inference.server.http_client import settings

@@ -20,7 +20,7 @@ from inference.config import SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.scheduling.states import StateRows
-from inference.transformers_code.state_pool import StatePool, StateShape
+from inference.transformers_code.state_rows import StatePool, StateShape
 from tests.conftest import write_tokenizer
 from tests.inference.speculate.requests import Replay
 from tests.inference.transformers_code import test_states

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from formats.errors import CheckpointError
-from inference.transformers_code.projections import Projections
+from inference.transformers_code.linear import Projections
 from inference.transformers_code.state import Stateful
 from tests.inference.transformers_code.test_states import engine_of, ids_of, write_small
 

@@ -117,7 +117,7 @@ def test_weights_become_floats(bits, dtype, zeros):
 @compiled
 def test_an_int4_cache_becomes_fp16(signed):
     """n + 8 in the units of a byte's halves as the bits stand, or n."""
-    cache = pytest.importorskip("kernels.triton.attention.gluon_operands")
+    cache = pytest.importorskip("kernels.triton.attention.gluon_parts")
     words = torch.randint(0, 1 << 32, (4096,)).numpy()
     got = run((cache.INT4_LESS_8 if signed else cache.INT4_TO_FP16).value, [words])
     assert len(got) == 8

@@ -15,8 +15,8 @@ from kernels.triton.calibration import magnitudes
 from kernels.triton.calibration.feedback import descent_block, gptq_block
 from kernels.triton.calibration.group_errors import group_errors, takes
 from kernels.triton.calibration.magnitudes import Magnitudes
-from ptq.methods.common.fitting import descent_columns
 from ptq.methods.common.rounding import _output_errors, _rounding_error, choose_qparams
+from ptq.methods.common.with_feedback import descent_columns
 from ptq.methods.gptq import gptq_columns
 from tests.kernels.cpu.test_native_feedback import upper
 from tests.kernels.triton_lab import building_for, compiled, interpreted

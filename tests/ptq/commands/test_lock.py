@@ -4,7 +4,7 @@ import pytest
 
 import ptq
 from formats.command import run_command
-from formats.lock import output_locked
+from formats.files import output_locked
 from ptq.commands import convert, peers, report, run, solve
 from tests.ptq.quantizing import make_plan, write_recipe
 from tests.refusals import refused_checkpoint

@@ -25,8 +25,8 @@ from ptq.methods.smooth_k import SmoothKSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.artifact import HESSIANS_FOLDER, Artifact
 from ptq.pipeline.driver import solve
-from ptq.pipeline.solvable import solve_notes
-from ptq.plan import footprint
+from ptq.pipeline.reuse import solve_notes
+from ptq.plan import machine
 from ptq.plan.plan import build_plan
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import ModelSpec, ObserversSpec, OutputSpec, StatisticsSpec
@@ -182,7 +182,7 @@ def test_a_float_block_gets_the_factors_of_a_finished_run(tiny_llama, tmp_path):
 
 
 def test_large_second_moments_are_kept_where_they_are_asked_for(tiny_llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(footprint, "KEPT_MOMENTS", 1000)
+    monkeypatch.setattr(machine, "KEPT_MOMENTS", 1000)
     artifact = ran(tiny_llama, tmp_path, "w4", methods=(GPTQSpec(),))
     plan = make_plan(tiny_llama, tmp_path / "run", "w4", methods=(GPTQSpec(),))
     with pytest.raises(

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from formats.command import run_command
-from formats.lock import LOCK_FILE
+from formats.files import LOCK_FILE
 from inference import predict
 from ptq.commands import convert, peers, quantize, report, run, solve
 from ptq.output import RESUME_FOLDER
 from ptq.pipeline import resume
-from ptq.pipeline.key import differences
+from ptq.pipeline.reuse import differences
 from tests.interrupts import take_interrupts
 from tests.ptq.quantizing import write_recipe
 

@@ -6,8 +6,8 @@ import torch
 from calibrate.gradients import FisherFactors, diagonal_blocks
 from formats.scheme import PRESETS
 from kernels.numerics import dequantize
-from ptq.methods.common.feedback import Feedback, amplified
 from ptq.methods.common.rounding import round_weight
+from ptq.methods.common.with_feedback import Feedback, amplified
 from ptq.methods.gptq import GPTQ, GPTQSpec, inverse_factor
 from ptq.methods.two_sided import TwoSided, TwoSidedSpec
 from tests.ptq.methods.test_two_sided import SPECS, W4, fisher_work, matrix

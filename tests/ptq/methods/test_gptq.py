@@ -8,9 +8,9 @@ import torch
 import ptq.methods.gptq as gptq_module
 from formats.scheme import PRESETS, ActivationSpec, Scheme, WeightSpec
 from kernels.numerics import TYPES, dequantize, quantize
-from ptq.methods.common.fitting import damped, descend
 from ptq.methods.common.moments import output_errors
 from ptq.methods.common.rounding import choose_qparams
+from ptq.methods.common.with_feedback import damped, descend
 from ptq.methods.gptq import GPTQ, GPTQSpec, gptq, inverse_factor
 from ptq.pipeline.passes import observe
 from ptq.plan.describe import explain

@@ -5,8 +5,8 @@ import torch
 
 from calibrate.gradients import FisherFactors
 from formats.scheme import PRESETS, Scheme, WeightSpec
-from ptq.methods.common.fitting import fit_scales
 from ptq.methods.common.rounding import round_weight
+from ptq.methods.common.with_feedback import fit_scales
 from ptq.methods.gptq import GPTQ, GPTQSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.two_sided import Layer, Side, TwoSided, TwoSidedSpec

@@ -13,7 +13,7 @@ from torch import Tensor
 from formats.adapters import read_lora
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.names import expert_of
+from formats.families.block_layers import expert_of
 from formats.stored.folder import ADAPTER_FACTORS, MANIFEST
 from inference.engine import Engine
 from ptq.convert.convert import convert

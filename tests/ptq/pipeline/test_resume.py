@@ -24,8 +24,8 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.output import RESUME_FOLDER, is_taken, unfinished
 from ptq.pipeline import resume, solver
-from ptq.pipeline.key import DECIDING, code_key, deciding_files, key_of, run_facts
 from ptq.pipeline.resume import ResumableRun
+from ptq.pipeline.reuse import DECIDING, code_key, deciding_files, key_of, run_facts
 from tests.families import but_in_ci
 from tests.ptq.quantizing import Stop, executed, files, make_plan, stopped_run
 from tests.refusals import refused_checkpoint
@@ -167,7 +167,7 @@ def test_code_that_decides_nothing_may_change(tmp_path):
 
 def test_all_code_that_decides_is_counted():
     """What it imports is counted too, but for what the key holds as data, and what only checks or tells."""
-    data = {"ptq.recipe.schema", "ptq.recipe.reading", "ptq.plan.plan", "ptq.plan.devices"}
+    data = {"ptq.recipe.schema", "ptq.recipe.reading", "ptq.plan.plan", "ptq.plan.machine"}
     telling = {"ptq.output", "ptq.pipeline.live", "ptq.plan.preflight", "ptq.result", "ptq.text"}
     counted = set(deciding_files())
     for path in (path for path in counted if path.suffix == ".py"):

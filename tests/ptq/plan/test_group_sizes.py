@@ -15,7 +15,7 @@ from formats.scheme import GROUP_SIZES, WeightSpec
 from inference.engine import Engine
 from ptq.methods.costs import fits
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.solvable import solve_notes
+from ptq.pipeline.reuse import solve_notes
 from ptq.plan.describe import describe_plan
 from ptq.plan.plan import Plan, plan_recipe
 from ptq.recipe.own_model import shipped_paths

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
-from formats.families.names import role_of
+from formats.families.block_layers import role_of
 from inference.accuracy import compare
 from inference.config import EngineConfig
 from inference.engine import Engine

@@ -8,7 +8,7 @@ import torch
 
 import ptq
 from formats.checkpoint.read import Checkpoint
-from formats.families.names import block_of
+from formats.families.block_layers import block_of
 from ptq import cli
 from ptq.methods.costs import CostsSpec
 from ptq.methods.gptq import GPTQSpec

@@ -14,7 +14,7 @@ import uvicorn
 
 from formats.tokenizer import load_tokenizer
 from inference.requests.request import SamplingParams
-from inference.server.app import create_app
+from inference.server.serving import create_app
 from inference.server.settings import ServerSettings
 from tests.inference.server.fake_engine import INFO, FakeEngine
 

@@ -12,8 +12,7 @@ from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.scheduling.batch import RunningBatch
 from inference.scheduling.sequence import Sequence
-from inference.speculate.cached_tokens import CachedTokens
-from inference.speculate.chain import ChainProposer, Target
+from inference.speculate.chain import CachedTokens, ChainProposer, Target
 from inference.speculate.methods.draft import draft_proposer
 from tests.families import but_in_ci
 from tests.inference.engines import drafting

@@ -1,4 +1,4 @@
-"""How much a run holds at once: memory of the host and of a GPU, and room on the disk.
+"""What a run takes of the machine: devices, memory of the host and of a GPU, and room on the disk.
 
 The driver holds one block, the hidden states of all samples and one shard (`ptq.pipeline.driver`).
 What comes on top depends on the step: each has its own sum here, and the largest is the peak. The
@@ -15,6 +15,8 @@ process itself stays out.
 
 Blocks run on a GPU where there is one: then the host holds the hidden states and what is written.
 Of several GPUs the first holds the most: these figures are of that one.
+
+Devices are where blocks are solved, and the report's; whether they are here is checked first.
 """
 
 from __future__ import annotations
@@ -25,15 +27,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
+import torch
+
 from calibrate.backward import IN_MEMORY
 from calibrate.gradients import block_size, gradient_bytes
-from formats.families.groups import SMOOTHING_KINDS
+from formats.families.block_layers import SMOOTHING_KINDS
 from formats.modeling.layers import embedding_name
+from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec
 from ptq.plan.modules import HEAD_STAGES, BlockShape, piece_rows, shard_bytes
 from ptq.plan.schedule import KEPT_MOMENTS, Schedule
-from ptq.recipe.schema import Recipe
+from ptq.recipe.problems import Faults
+from ptq.recipe.schema import DevicesSpec, Recipe
 
 OCCUPIED = 6000  # bins of a histogram that magnitudes of activations fall into, at 16 bytes
 
@@ -296,3 +302,68 @@ def _widths(blocks: Sequence[BlockShape]) -> list[int]:
 def _kept(wanted: bool | str, used: bool, total: int) -> int:
     """Bytes that are kept of `total`: all where that is asked for, or they are used and few."""
     return total if wanted is True or (wanted and used and total <= KEPT_MOMENTS) else 0
+
+
+def on_gpu(recipe: Recipe) -> bool:
+    """Whether blocks will be run and solved on a GPU."""
+    if recipe.device == "auto":
+        return torch.cuda.is_available()
+    return not recipe.without_gpu
+
+
+def devices_of(recipe: Recipe) -> list[torch.device]:
+    """Where blocks are run and solved; that the devices are here, the plan has checked."""
+    kind, chosen = "cuda" if on_gpu(recipe) else "cpu", recipe.device
+    if isinstance(chosen, str):
+        return [torch.device(kind)]
+    if chosen.gpus is None:
+        return [torch.device(kind)] * (chosen.cpus or 1)
+    return [torch.device(kind, index) for index in range(chosen.gpus)]
+
+
+def check_devices(recipe: Recipe, solves: bool) -> Faults:
+    """Devices that nothing can run on here: the report's and, if blocks are solved, theirs."""
+    if solves and on_gpu(recipe) and not torch.cuda.is_available():
+        found = repr(recipe.device) if isinstance(recipe.device, str) else "gpus"
+        yield (
+            ("device",),
+            f"found {found}, but {_no_gpu()}; set device: auto, which takes a GPU where there is "
+            "one, or cpu",
+        )
+    elif solves and isinstance(recipe.device, DevicesSpec) and recipe.device.gpus:
+        yield from _check_gpus(recipe.device.gpus)
+    if recipe.report.device == "auto":
+        return
+    try:
+        chosen = recipe.report.device
+        several = not isinstance(chosen, str)
+        names = [f"cuda:{i}" for i in range(chosen.gpus or 0)] if several else [chosen]
+        for device in names:
+            check_device(device)
+    except ValueError as error:
+        yield ("report", "device"), str(error)
+
+
+def _check_gpus(wanted: int) -> Faults:
+    """That there are so many GPUs, and that they compute alike."""
+    there = torch.cuda.device_count()
+    if wanted > there:
+        yield (
+            ("device", "gpus"),
+            f"found {wanted}, but torch sees {there} here; give at most {there}",
+        )
+        return
+    kinds = dict.fromkeys(map(torch.cuda.get_device_name, range(wanted)))
+    if len(kinds) > 1:
+        yield (
+            ("device", "gpus"),
+            f"found {wanted}, which are {' and '.join(kinds)}; what comes out would depend on "
+            "which does what: give as many as are of one kind, and show torch these alone "
+            "(CUDA_VISIBLE_DEVICES)",
+        )
+
+
+def _no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is one without CUDA"
+    return f"torch {torch.__version__} sees no GPU here (`nvidia-smi` tells whether there is one)"
