@@ -3,12 +3,31 @@
 #pragma once
 #include <sched.h>
 
+#ifdef PTQ_DELAYS
+#include <time.h>
+#endif
+
 #include <cstddef>
 #include <cstdint>
 
-#include "delays.h"
-
 namespace ptq {
+
+// Threads that are late at random: compiled with PTQ_DELAYS, as a test does, each sleeps now and
+// then where it may meet others and where it begins its share, as on a machine whose cores are shared.
+#ifdef PTQ_DELAYS
+static inline void late() {
+  static thread_local uint64_t state = 0;
+  if (state == 0) state = (uint64_t)&state | 1;  // another one for each thread
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  if (state >> 59 != 0) return;  // 31 of 32 times
+  const timespec pause = {0, (long)(state >> 32 & 0x3fff)};  // at most 16 us, and what it takes
+  nanosleep(&pause, nullptr);
+}
+#else
+static inline void late() {}
+#endif
 
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512Vnni = 2 };
 // F8 is e4m3 (fn).
@@ -210,7 +229,8 @@ struct FeedbackTile {
   int32_t mantissa, exponent;  // bits, and of the smallest normal one; mantissa -1: whole numbers
 };
 
-// An adapter of a linear layer, y += B (A x); layers that were merged have a part each. See lora.h.
+// An adapter of a linear layer, y += B (A x); layers that were merged have a part each. See
+// elementwise.h.
 // A is held as [rank / 4, inputs / 16, 4, 16], filled up with zeros, and B, transposed, likewise.
 struct LoraPart {
   const void *a, *b;

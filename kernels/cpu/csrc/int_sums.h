@@ -1,5 +1,130 @@
-// Sums of integer products: begun, multiplied by a tile of rows, and added to totals in fp32. What is
-// computed, and in which order, says gemm_int.h.
+// Sums of integer products: how packed integers are cut along their inputs, how inputs are prepared,
+// and how sums are begun, multiplied by a tile of rows, and added to totals in fp32. What is computed,
+// and in which order, says gemm_int.h.
+
+// Rows of the tiles for each of x.
+template <int F, bool kWide>
+constexpr int kPlanes = kWide && kXBytes<F> == 1 ? 2 : 1;
+
+// Inputs x [count] as the tiles take them, zeros up to `padded`; returns their sum. Whole vectors
+// are written: up to 64 bytes beyond.
+template <int F>
+static int32_t prepare_inputs(const int8_t* x, int64_t count, int64_t padded, char* out) {
+  constexpr int64_t width = W * 4;
+  vi sums = set1_i32(0);
+  for (int64_t i = 0; i < padded; i += width) {
+    int8_t rest[width] = {};
+    const int8_t* from = x + i;
+    if (count - i < width) {
+      if (count > i) __builtin_memcpy(rest, from, count - i);
+      from = rest;
+    }
+    sums = sum_inputs(sums, from);
+    prepare_vector<F>(from, out + i * kXBytes<F>);
+  }
+  int32_t lanes[W], sum = 0;
+  store_i32(lanes, sums);
+  for (int i = 0; i < W; i++) sum += lanes[i];
+  return sum;
+}
+
+// The power of two that inputs whose absmax is this are multiples of, up to 32514 times: so that
+// no high half is beyond 127.
+static inline float unit_of(float absmax) {
+  const float most = absmax * (129.0f / 128);
+  uint32_t u;
+  __builtin_memcpy(&u, &most, 4);
+  int32_t exponent = (int32_t)(u >> 23 & 255) - 14;
+  if (exponent < 27) exponent = 27;  // 2^-100, of what is next to nothing
+  u = (uint32_t)exponent << 23;
+  float unit;
+  __builtin_memcpy(&unit, &u, 4);
+  return unit;
+}
+
+// Inputs x [count] as int16, zeros up to `padded`, as the tiles take them; in two planes, `apart`
+// bytes, where they take int8. `scales` gets x_scale and x_sum.
+template <int F>
+static void widen_inputs(const float* x, int64_t count, int64_t padded, char* out, int64_t apart,
+                         float* scales) {
+  vf most = zero(), wrong = zero(), sum = zero();
+  for (int64_t i = 0; i < count; i += W) {
+    const vf v = load_part(x + i, count - i);
+    most = max(most, abs(v));
+    wrong = add(wrong, sub(v, v));
+  }
+  const float unit = unit_of(reduce_max(most));
+  for (int64_t i = 0; i < padded; i += W) {
+    const vf q = round(mul(load_part(x + i, count - i), set1(1.0f / unit)));
+    sum = add(sum, q);
+    if (kXBytes<F> == 1) {
+      const vf high = round(fma(q, set1(1.0f / 256), set1(1.0f / 1024)));  // halves go up
+      store_i8((int8_t*)out + i, high);
+      store_i8((int8_t*)out + apart + i, fma(high, set1(-256.0f), q));
+    } else {
+      int32_t whole[W];
+      store_i32(whole, to_int(q));
+      int16_t* pairs = (int16_t*)out + i;
+      for (int j = 0; j < W; j++) pairs[j / 4 * 4 + j % 2 * 2 + j % 4 / 2] = (int16_t)whole[j];
+    }
+  }
+  const float nothing = reduce_add(wrong);  // NaN where an input is not finite
+  scales[0] = unit + nothing;
+  scales[1] = nothing == 0.0f ? reduce_add(sum) : 0.0f;
+}
+
+// Parts of equal length, but for the last.
+struct Chunk {
+  int64_t group, parts;             // first group; a group a part, or a piece of `group`
+  int64_t lane, lanes, last_lanes;  // first lane within the group; lanes of a part, of the last
+  bool first, last;                 // parts begin their groups, end them
+};
+
+// How a weight is cut.
+template <int F>
+struct Cut {
+  static constexpr int64_t lane = F == kI4 ? 8 : 4;         // inputs
+  static constexpr int64_t lane_bytes = lane * kXBytes<F>;  // of prepared inputs
+  const Packed& w;
+  int64_t groups, group_lanes, max_lanes;
+  int64_t per, pieces, chunks;  // groups of a chunk, or chunks of a group; one of them is 1
+
+  Cut(const Packed& weight, int64_t lanes) : w(weight), max_lanes(lanes) {
+    groups = groups_of(w.inputs, w.group);
+    group_lanes = ceil_div(w.group, lane);
+    per = group_lanes <= max_lanes ? max_lanes / group_lanes : 1;
+    if (per > groups) per = groups;
+    pieces = ceil_div(group_lanes, max_lanes);
+    chunks = pieces == 1 ? ceil_div(groups, per)
+                         : (groups - 1) * pieces + ceil_div(lanes_of(groups - 1), max_lanes);
+  }
+  int64_t lanes_of(int64_t group) const {
+    return group == groups - 1 ? ceil_div(w.inputs - group * w.group, lane) : group_lanes;
+  }
+  Chunk at(int64_t index) const {
+    Chunk c = {index / pieces * per, 1, index % pieces * max_lanes, 0, 0, true, true};
+    if (pieces == 1) {
+      c.parts = groups - c.group < per ? groups - c.group : per;
+      c.lanes = group_lanes;
+      c.last_lanes = lanes_of(c.group + c.parts - 1);
+    } else {
+      const int64_t left = lanes_of(c.group) - c.lane;
+      c.lanes = c.last_lanes = left < max_lanes ? left : max_lanes;
+      c.first = c.lane == 0;
+      c.last = left <= max_lanes;
+    }
+    return c;
+  }
+  int64_t part_lanes(const Chunk& c, int64_t part) const {
+    return part == c.parts - 1 ? c.last_lanes : c.lanes;
+  }
+  int64_t chunk_bytes(const Chunk& c) const {  // of a row of prepared inputs
+    return ((c.parts - 1) * c.lanes + c.last_lanes) * lane_bytes;
+  }
+  const uint8_t* panel(int64_t index) const {  // the lanes of its first group
+    return (const uint8_t*)&w + w.data_offset + index * w.panel_bytes + lead_of(w.zero_type, kPanel);
+  }
+};
 
 // A group's scales, and what its integers are too large by: the zero point and kBase.
 template <int F>

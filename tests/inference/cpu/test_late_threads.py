@@ -1,6 +1,6 @@
 """A thread that is late changes nothing, such as one whose core is busy with something else.
 
-The kernels are compiled with PTQ_DELAYS (`csrc/delays.h`): each thread sleeps at random where it
+The kernels are compiled with PTQ_DELAYS (`csrc/api.h`): each thread sleeps at random where it
 may meet others. What was built is kept in the cache: it is built again where a source has changed.
 """
 
