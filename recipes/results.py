@@ -5,8 +5,8 @@
 Each table of costs stands below a line `<!-- table: MODEL -->`, from `measured.csv`; each of
 certificates below a line `<!-- certificates: MODEL -->`, from `certified.csv`, where a row is one
 checkpoint's `certificate.json`, its figures in short. Rows of both come from `python -m
-recipes.run_all MODEL --record`. A plot of each model whose sizes are known is drawn beside the page:
-`results-MODEL.svg`, and `results.svg` of the default model.
+recipes.run_all MODEL --record`. A plot of each model whose sizes are known is drawn beside
+the page: `results-MODEL.svg`, and `results.svg` of the default model.
 """
 
 from __future__ import annotations
