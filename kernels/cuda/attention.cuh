@@ -50,21 +50,14 @@ __device__ __forceinline__ void widen(u32* to, const uint4& piece, int i) {
   const u32 bytes = words[i] ^ 0x80808080u;
   to[0] = __byte_perm(bytes, 0x64646464u, 0x4140);  // 1024 + 128 + n
   to[1] = __byte_perm(bytes, 0x64646464u, 0x4342);
-  asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(to[0]) : "r"(0x64806480u));
-  asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(to[1]) : "r"(0x64806480u));
+  to[0] = half_difference(to[0], 0x64806480u), to[1] = half_difference(to[1], 0x64806480u);
 }
 
 // d += a b of 16 rows, 16 of what is summed and 8 columns; `first` and `second` are rows 8 apart.
 __device__ __forceinline__ void multiply_halves(float* d, const u32* first, const u32* second,
                                                 uint2 b) {
-#define MULTIPLY(TYPE)                                                                         \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, "          \
-      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                          \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                          \
-      : "r"(first[0]), "r"(second[0]), "r"(first[1]), "r"(second[1]), "r"(b.x), "r"(b.y))
-  if (CACHE == 8) MULTIPLY("f16");
-  else MULTIPLY("bf16");
-#undef MULTIPLY
+  if (CACHE == 8) multiply_fp16(d, first[0], second[0], first[1], second[1], b.x, b.y);
+  else multiply_bf16(d, first[0], second[0], first[1], second[1], b.x, b.y);
 }
 
 // Attention of a program: a KV head of a token, and some of its pages.
@@ -128,7 +121,7 @@ struct Attention {
     for (int half = 0; half < 2; half++) {
 #pragma unroll
       for (int i = 0; i < K_PIECES; i++) {
-        k[half][i] = place ? read(place + 8 * half * (DIM * BYTES) + 64 * i) : none;
+        k[half][i] = place ? read_once(place + 8 * half * (DIM * BYTES) + 64 * i) : none;
       }
     }
   }
@@ -148,7 +141,7 @@ struct Attention {
       for (int half = 0; half < 2; half++) {
 #pragma unroll
         for (int i = 0; i < V_PIECES; i++) {
-          v[j][half][i] = place ? read(place + 8 * half * (64 * BYTES) + 64 * i) : none;
+          v[j][half][i] = place ? read_once(place + 8 * half * (64 * BYTES) + 64 * i) : none;
         }
       }
     }
@@ -157,13 +150,6 @@ struct Attention {
   __device__ __forceinline__ char* page_at(int which, int page) const {
     const long long number = __ldg(own.tables + row * own.width + page);
     return own.pages[which] + (number * KV_HEADS + head) * (64 * DIM * BYTES);
-  }
-
-  static __device__ __forceinline__ uint4 read(const char* place) {
-    uint4 found;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w) : "l"(place));
-    return found;
   }
 
   // Leaves q, normed and rotated; by the program of the last page K and V of the new token, too.

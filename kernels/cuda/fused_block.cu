@@ -265,8 +265,7 @@ struct Finish {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fused_block(const __grid_constant__ Block own) {
-  extern __shared__ __align__(128) char bytes[];
-  Memory& memory = *(Memory*)bytes;
+  Memory& memory = shared_memory<Memory>();
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   Ring ring;
   ring.slots = shared_address(memory.ring[warp]);
@@ -275,14 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   ring.block = warp;
   ring.room = DEPTH;
   ring.known = EXPERTS ? GATE_UP : PRODUCTS;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(ring.policy));
-  if (lane == 0) {
-    for (int i = 0; i < DEPTH; i++) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(ring.barriers + i * 8)
-                   : "memory");
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  ring.policy = evicted_first();
+  if (lane == 0) start_barriers(ring.barriers, DEPTH);
   __syncwarp();
 #if KV_HEADS
   Attention attention(own.cache, own.eps, memory.attending, warp, lane);
@@ -292,8 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Router router(own, warp, lane);
 
   // Weights were asked for, but where attention waits for more; all else kernels ahead wrote.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
+  wait_for_kernels_ahead();
 #if KV_HEADS
   if (attention.takes()) attention.ask();
   fill(own, memory, ring, warp, attention.takes() ? DEPTH - FIRST : 0);

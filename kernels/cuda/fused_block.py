@@ -25,7 +25,8 @@ own and copies into it by the bulk copy unit, so that no instruction waits.
 - All programs compute some of a router's outputs and hand these on, too; then each chooses the
   experts for itself.
 
-Weights are those that `kernels.triton.linear` packs, `w4a16` and `w8a8`; nothing is held twice.
+Weights are those that `kernels.triton.linear` packs, `weight_only` and `w8a8`; nothing is held
+twice.
 """
 
 from __future__ import annotations

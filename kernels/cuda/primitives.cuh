@@ -21,6 +21,11 @@ __device__ __forceinline__ u32 half_pair(float first, float second) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
   return bits;
 }
+// a - b, of two fp16 each.
+__device__ __forceinline__ u32 half_difference(u32 a, u32 b) {
+  asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
 __device__ __forceinline__ u32 shared_address(const void* place) {
   return (u32)__cvta_generic_to_shared(place);
 }
@@ -37,6 +42,12 @@ __device__ __forceinline__ void read_four_now(u32* bits, const void* place) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3]) : "l"(place));
 }
+__device__ __forceinline__ uint4 read_once(const void* place) {
+  uint4 found;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w) : "l"(place));
+  return found;
+}
 __device__ __forceinline__ void write_now(u16* place, u16 bits) {
   asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(place), "h"(bits) : "memory");
 }
@@ -50,6 +61,30 @@ __device__ __forceinline__ bool elected() {
   u32 own;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(own));
   return own;
+}
+// Memory of a program that its threads share, all that there is.
+template <typename T>
+__device__ __forceinline__ T& shared_memory() {
+  extern __shared__ __align__(128) char bytes[];
+  return *(T*)bytes;
+}
+// Until kernels ahead have ended, and all that they wrote can be read; then those behind may start.
+__device__ __forceinline__ void wait_for_kernels_ahead() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+// What is read once, by bulk copies.
+__device__ __forceinline__ u64 evicted_first() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// Barriers of bulk copies, each of one arrival.
+__device__ __forceinline__ void start_barriers(u32 first, int count) {
+  for (int i = 0; i < count; i++) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(first + i * 8) : "memory");
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
@@ -74,3 +109,32 @@ __device__ __forceinline__ float warp_sum(float value) {
   for (int far = 16; far; far /= 2) value += __shfl_xor_sync(~0u, value, far);
   return value;
 }
+
+// d = a b + c of 16 outputs, 32 inputs and 8 columns: bytes of a are unsigned, those of b are signed.
+__device__ __forceinline__ void multiply_unsigned(int* d, const int* c, u32 a0, u32 a1, u32 a2,
+                                                  u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]),
+        "r"(c[3]));
+}
+// d += a b, likewise, with signed bytes.
+__device__ __forceinline__ void multiply_signed(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+                                                u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// d += a b of 16 rows, 16 of what is summed and 8 columns, in fp16 or bf16.
+#define MULTIPLY(NAME, TYPE)                                                                       \
+  __device__ __forceinline__ void NAME(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, "           \
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                            \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                           \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                   \
+  }
+MULTIPLY(multiply_fp16, "f16")
+MULTIPLY(multiply_bf16, "bf16")
+#undef MULTIPLY

@@ -1,5 +1,6 @@
-// Weights of 4 bits times bf16 inputs, as kernels.triton.linear.weight_only packs them: words [inputs / 128,
-// outputs / 64, 1024], of a tile the first 8 outputs of each of its 4 groups, then the others.
+// Weights of 4 bits times bf16 inputs, as kernels.triton.linear.weight_only packs them: words
+// [inputs / 128, outputs / 64, 1024], of a tile the first 8 outputs of each of its 4 groups, then the
+// others.
 
 template <int P>
 __device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u32 slot, u32 barrier,
@@ -132,16 +133,6 @@ struct Inputs {
   }
 };
 
-// d = a b + c of 16 outputs, 32 inputs and 8 columns
-__device__ __forceinline__ void multiply_add(int* d, const int* c, u32 a0, u32 a1, u32 a2, u32 a3,
-                                             u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%10, %11, %12, %13};"
-      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]),
-        "r"(c[3]));
-}
-
 // Of each group outputs `lane / 4` and 8 further on, of row `lane % 4`.
 template <int P>
 struct Sums {
@@ -153,10 +144,10 @@ struct Sums {
     const u32* scale = (const u32*)(slot + CHUNK * 1024 + i * 64);
     const u32 s0 = scale[lane >> 2], s1 = scale[(lane >> 2) + 8], m = 0x0f0f0f0fu;
     int d[4];
-    multiply_add(d, x.start, a.x & m, b.x & m, (a.x >> 4) & m, (b.x >> 4) & m, x.x0.x, x.x0.y);
-    multiply_add(d, d, a.y & m, b.y & m, (a.y >> 4) & m, (b.y >> 4) & m, x.x0.z, x.x0.w);
-    multiply_add(d, d, a.z & m, b.z & m, (a.z >> 4) & m, (b.z >> 4) & m, x.x1.x, x.x1.y);
-    multiply_add(d, d, a.w & m, b.w & m, (a.w >> 4) & m, (b.w >> 4) & m, x.x1.z, x.x1.w);
+    multiply_unsigned(d, x.start, a.x & m, b.x & m, (a.x >> 4) & m, (b.x >> 4) & m, x.x0.x, x.x0.y);
+    multiply_unsigned(d, d, a.y & m, b.y & m, (a.y >> 4) & m, (b.y >> 4) & m, x.x0.z, x.x0.w);
+    multiply_unsigned(d, d, a.z & m, b.z & m, (a.z >> 4) & m, (b.z >> 4) & m, x.x1.x, x.x1.y);
+    multiply_unsigned(d, d, a.w & m, b.w & m, (a.w >> 4) & m, (b.w >> 4) & m, x.x1.z, x.x1.w);
     int y0 = d[0] * 256 + d[1], y1 = d[2] * 256 + d[3];
     if (ZEROS) y0 -= (int)(s0 & 15) * x.sum, y1 -= (int)(s1 & 15) * x.sum;
     const u32 bits = ZEROS ? ~15u : ~0u;

@@ -137,14 +137,6 @@ struct Inputs {
   }
 };
 
-__device__ __forceinline__ void multiply_add(int* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
-                                             u32 b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 // Of each group outputs `lane / 4` and 8 further on, of rows 2 (lane % 4) and the next.
 template <int P>
 struct Sums {
@@ -154,10 +146,10 @@ struct Sums {
     const char* place = slot + i * 2048 + (lane >> 2) * 128 + (lane & 3) * 16;
     const uint4 a = *(const uint4*)place, b = *(const uint4*)(place + 1024);
     const uint4 c = *(const uint4*)(place + 64), d = *(const uint4*)(place + 1024 + 64);
-    multiply_add(sum[to], a.x, b.x, a.y, b.y, x.x0.x, x.x0.y);
-    multiply_add(sum[to], a.z, b.z, a.w, b.w, x.x0.z, x.x0.w);
-    multiply_add(sum[to], c.x, d.x, c.y, d.y, x.x1.x, x.x1.y);
-    multiply_add(sum[to], c.z, d.z, c.w, d.w, x.x1.z, x.x1.w);
+    multiply_signed(sum[to], a.x, b.x, a.y, b.y, x.x0.x, x.x0.y);
+    multiply_signed(sum[to], a.z, b.z, a.w, b.w, x.x0.z, x.x0.w);
+    multiply_signed(sum[to], c.x, d.x, c.y, d.y, x.x1.x, x.x1.y);
+    multiply_signed(sum[to], c.z, d.z, c.w, d.w, x.x1.z, x.x1.w);
   }
 
   __device__ __forceinline__ void leave(Memory& memory, int warp, int lane) const {
