@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.cuda.blocks import EPS, Heads, draw
+
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs an sm_90 GPU",
@@ -14,16 +16,13 @@ pytestmark = pytest.mark.skipif(
 if torch.cuda.is_available():
     from inference.gpu.layers import as_wanted, workspace_on
     from kernels.bench.case import relative
-    from kernels.cuda.attention import Attention, attention_shape
+    from kernels.cuda.attention import attention_shape
     from kernels.cuda.fused_block import BlockWeights, FusedBlocks
-    from kernels.op_inputs import AttentionInputs, KVPool
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.attention.rope_cache import rope_write
     from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.linear.weight import InputFormat
-    from tests.gpu.test_fused_block import draw
 
-EPS = 1e-5
 # (channels, inputs of down, KV heads, queries of each, channels of a head, bits of the cache,
 # lengths of the sequences, whether q and k are normed and keys are centred)
 CASES = (
@@ -42,43 +41,11 @@ CASES = (
 )
 
 
-class Case:
-    """Pools, rows and places of a case, twice where a run writes them."""
+class Case(Heads):
+    """An attention by single kernels, and in the kernel of its block."""
 
-    def __init__(self, hidden, kv, queries, dim, cache, lengths, normed):
-        rows, pages = len(lengths), sum(-(-n // 64) for n in lengths) + 3
-        offset = torch.randn(kv, dim, device="cuda") / 4 if normed and cache == 8 else None
-        shape = pages, kv, 64, dim
-        if cache == 8:
-            k, v = (torch.randint(-100, 100, shape, device="cuda").to(torch.int8) for _ in "kv")
-            k_scale, v_scale = ((torch.rand(kv, device="cuda") + 0.5) / 40 for _ in "kv")
-        else:
-            k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in "kv")
-            k_scale = v_scale = None
-        v = v.transpose(2, 3).contiguous()
-        pool = KVPool(k, v, k_scale, v_scale, k_offset=offset)
-        self.pools = pool, replace(pool, k=k.clone(), v=v.clone())
-        self.tables = torch.zeros(rows, max(lengths) // 64 + 2, dtype=torch.int32, device="cuda")
-        self.slots = torch.full((rows,), -1, device="cuda")
-        free = torch.randperm(pages, device="cuda").int()
-        for row, n in enumerate(lengths):
-            own, free = free.tensor_split([-(-n // 64)])
-            self.tables[row, : len(own)] = own
-            if n:
-                self.slots[row] = own[-1].long() * 64 + (n - 1) % 64
-        self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        self.positions = (self.lengths.long() - 1).clamp(min=0)
-        angle = torch.rand(max(lengths) + 1, dim // 2, device="cuda") * 6.28
-        self.turn = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
-        q_norm, k_norm = ((torch.rand(dim, device="cuda") + 0.5).bfloat16() for _ in "qk")
-        self.norms = (q_norm, k_norm) if normed else (None, None)
-        self.qkv = 2 * torch.randn(rows, (queries + 2) * kv * dim, device="cuda").bfloat16()
-        self.residual = torch.randn(rows, hidden, device="cuda").bfloat16()
-        self.heads = [kv * queries, kv, kv]
-        self.dim = dim
-
-    def inputs(self, pool):
-        return AttentionInputs(pool, self.tables, self.lengths, None, self.dim**-0.5)
+    def __init__(self, *case):
+        super().__init__(*case, "cuda")
 
     def single(self, **out):
         """What the single kernels give."""
@@ -89,10 +56,6 @@ class Case:
         )
         y = decode_attention(q, self.inputs(self.pools[1]), workspace_on(q.device), **out)
         return y.flatten(1)
-
-    def attention(self):
-        own = self.inputs(self.pools[0])
-        return Attention(self.qkv, self.norms, self.turn, self.positions, self.slots, own)
 
     def check(self, weights, x, x_scale, bounds):
         """One kernel gives what `weights` make of x, and the same bits each time."""
@@ -120,7 +83,7 @@ def test_a_block_with_its_attention_equals_single_kernels(case):
     hidden, inner, kv, queries, dim, _, _, _ = case
     own = Case(hidden, kv, queries, *case[4:])
     shape = kv * queries * dim, hidden, inner, (queries + 2) * kv * dim
-    own.check(draw(shape)[0], own.single(), None, (5e-3, 5e-3))
+    own.check(draw(shape, "cuda")[0], own.single(), None, (5e-3, 5e-3))
 
 
 @pytest.mark.parametrize("static", [True, False])
@@ -145,7 +108,7 @@ def test_a_block_of_integers_with_its_attention_equals_single_kernels(lengths, s
 
 def test_numbers_that_are_not_finite_are_not_lost():
     own = Case(2048, 4, 8, 64, 8, [300], False)
-    weights = draw((2048, 2048, 5632, 2560))[0]
+    weights = draw((2048, 2048, 5632, 2560), "cuda")[0]
     own.qkv[0, 5] = torch.inf
     attention = own.attention()
     heads = attention_shape(attention.inputs, 32)

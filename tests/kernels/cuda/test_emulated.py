@@ -1,0 +1,99 @@
+"""A block in one kernel, run without a device: its numbers, and the same bits in any order of threads.
+
+What a device alone shows (instructions, registers, times) is tested by `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
+from kernels.bench.case import relative
+from kernels.cuda.attention import attention_shape
+from kernels.cuda.fused_block import FusedBlocks
+from tests.kernels.cuda.blocks import EPS, Heads, Integers, Mixture, draw, expected
+from tests.kernels.cuda.emulation import processors  # noqa: F401
+
+pytestmark = [pytest.mark.usefixtures("processors"), pytest.mark.ci]  # seconds each
+unevenly = pytest.mark.parametrize("processors", [8, 7], indirect=True)  # 7 share nothing evenly
+CPU = torch.device("cpu")
+SHAPE = 1024, 1280, 1408, 1984  # no size like another
+# (channels, inputs of down, KV heads, queries of each, channels of a head, bits of the cache,
+# lengths of the sequences, whether q and k are normed and keys are centred)
+ATTENTIONS = {
+    "int8": (1024, 1024, 4, 4, 64, 8, [200], False),
+    "centred int8, a row of nothing": (1024, 1024, 1, 8, 128, 8, [130, 0], True),
+    "bf16, several turns": (1024, 1152, 1, 8, 128, 16, [65, 700], True),
+}
+
+
+def run(blocks, *given):
+    """What a launch gives, the same bits by another order of threads and other places."""
+    found = blocks.run(*given)
+    for _ in range(2):
+        assert all(map(torch.equal, blocks.run(*given), found))
+    return found
+
+
+def check(found, wanted, *bounds):
+    for one, other, bound in zip(found, wanted, bounds, strict=True):
+        assert relative(one, other) < bound
+
+
+@unevenly
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_block_equals_its_products_in_fp64(rows, zeros):
+    weights, plain, biases = draw(SHAPE, "cpu", zeros=zeros, bias=zeros)
+    x, residual = (torch.randn(rows, n).bfloat16() for n in SHAPE[:2])
+    blocks = FusedBlocks(weights.shape, rows, CPU)
+    found = run(blocks, weights, x, None, residual, EPS)
+    check(found, expected(weights, plain, biases, x, residual), 4e-3, 8e-3)
+
+
+@unevenly
+@pytest.mark.parametrize("kind", ["by token", "static", "sinks"])
+def test_a_block_of_integers_equals_its_products(kind):
+    own = Integers(SHAPE, 2, kind, "cpu")
+    blocks = FusedBlocks(own.weights.shape, 2, CPU)
+    found = run(blocks, own.weights, *own.given, own.residual, EPS, own.sinks)
+    check(found, own.expected(), 2e-3, 4e-3)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_mixture_equals_its_products_in_fp64(normalized):
+    own = Mixture((1024, 1024, 512, 1536, 20, 4), "cpu", normalized=normalized)
+    x, residual = torch.randn(1, 1024).bfloat16(), torch.randn(1, 1024).bfloat16()
+    blocks = FusedBlocks(own.weights.shape, 1, CPU)
+    found = run(blocks, own.weights, x, None, residual, EPS)
+    check(found, own.expected(x, residual), 4e-3, 8e-3)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_block_with_its_attention_equals_it_in_fp64(name):
+    hidden, inner, kv, queries, dim, *rest = ATTENTIONS[name]
+    own = Heads(hidden, kv, queries, dim, *rest, "cpu")
+    shape = kv * queries * dim, hidden, inner, (queries + 2) * kv * dim
+    weights, plain, biases = draw(shape, "cpu")
+    assert weights.shape is not None
+    heads = attention_shape(own.inputs(own.pools[0]), kv * queries)
+    blocks = FusedBlocks(replace(weights.shape, heads=heads), len(own.qkv), CPU)
+    found = run(blocks, weights, own.attention(), None, own.residual, EPS)
+    wanted = expected(weights, plain, biases, own.expected(), own.residual)
+    check(found, wanted, 6e-3, 8e-3)
+    assert torch.equal(own.pools[0].k, own.pools[1].k)
+    assert torch.equal(own.pools[0].v, own.pools[1].v)
+
+
+def test_numbers_that_are_not_finite_go_through_and_do_not_stay():
+    weights, *_ = draw(SHAPE, "cpu")
+    blocks = FusedBlocks(weights.shape, 1, CPU)
+    x, residual = (torch.randn(1, n).bfloat16() for n in SHAPE[:2])
+    wanted = blocks.run(weights, x, None, residual, EPS)
+    broken = x.clone()
+    broken[0, 5] = torch.nan
+    assert all(y.isnan().all() for y in blocks.run(weights, broken, None, residual, EPS))
+    assert all(map(torch.equal, blocks.run(weights, x, None, residual, EPS), wanted))
