@@ -225,6 +225,7 @@ def _is_alive(pid: str) -> bool:
 
 
 LOCK_FILE = ".lock"
+SET_CACHE = "Set PTQ_CACHE to a folder for what is made once"
 BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 
 
@@ -264,22 +265,37 @@ def target_locked(target: Path) -> Iterator[None]:
 def made_once(kind: str, stem: str, seen: str, make: Callable[[Path], object]) -> Path:
     """A model's folder that is made when it is asked for first, and kept.
 
-    It is kept in `PTQ_CACHE`, or else `~/.cache/ptq`, under a folder for its kind.
+    It is kept in `PTQ_CACHE`, or else in the user's own cache, under a folder for its kind.
 
     Args:
         stem: What its name begins with.
         seen: All that it follows from.
         make: Makes it; its errors, and those of `target_locked`, are raised.
+
+    Raises:
+        CheckpointError: nothing can be written there.
     """
     key = hashlib.sha256(seen.encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("PTQ_CACHE") or Path.home() / ".cache" / "ptq")
-    folder = cache / kind / f"{stem}-{key}"
+    folder = _cache_folder() / kind / f"{stem}-{key}"
     if not (folder / "config.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder.parent, os.W_OK):
+            raise CheckpointError(f"{folder.parent}: this user cannot write there. {SET_CACHE}")
         with target_locked(folder):
             if not (folder / "config.json").is_file():
                 make(folder)
     return folder
+
+
+def _cache_folder() -> Path:
+    """As of `kernels.cpu.native`."""
+    if own := os.environ.get("PTQ_CACHE"):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptq"
+    except RuntimeError as error:
+        raise CheckpointError(f"this user has no home folder. {SET_CACHE}") from error
 
 
 def refuse_busy(output: Path) -> None:

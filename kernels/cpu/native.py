@@ -47,6 +47,7 @@ from kernels.cpu.structures import (
 log = logging.getLogger("ptq.kernels")
 
 ISAS = ("portable", "avx2", "avx512_vnni")
+ANOTHER_CACHE = "PTQ_CACHE may name a folder that this user can write to"
 MAPPED = 1 << 20  # bytes from which on memory of its own is mapped
 
 _SIGNATURES = {
@@ -84,25 +85,32 @@ def packaged_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where libraries that are compiled at first use are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "ptq"
+    """Where libraries that are compiled at first use are kept: `PTQ_CACHE`, or a user's own cache.
+
+    Raises:
+        OSError: the user has no home folder, as in a container.
+    """
+    if own := os.environ.get("PTQ_CACHE"):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptq"
+    except RuntimeError as error:
+        raise OSError("this user has no home folder") from error
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be had; the reason is logged once."""
-    name = build.library_name()
-    packaged = packaged_folder() / name
-    cached = cache_folder() / name
+    path = packaged_folder() / build.library_name()
     try:
-        path = next((p for p in (packaged, cached) if p.is_file()), None)
-        if path is None:
-            log.info("compiling the CPU kernels into %s", cached.parent)
-            path = build.build(cached.parent)
+        if not path.is_file() and not (path := cache_folder() / path.name).is_file():
+            build.compiler()
+            log.warning("compiling the CPU kernels into %s, once: about a minute", path.parent)
+            path = build.build(path.parent)
         return open_library(path)
     except (build.CompilerError, OSError) as error:
-        log.warning("CPU kernels are not available, torch's ops are used (slower): %s", error)
+        way = "" if isinstance(error, build.CompilerError) else f". {ANOTHER_CACHE}"
+        log.warning("no compiled CPU kernels, torch's ops are used (slower): %s%s", error, way)
         return None
 
 

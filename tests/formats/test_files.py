@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from formats.files import building_directory, replace_file
+from formats.errors import CheckpointError
+from formats.files import building_directory, made_once, replace_file
 
 
 class Stop(BaseException):
@@ -70,3 +71,23 @@ def test_a_directory_of_a_dead_writer_is_put_back_or_removed(tmp_path, dead, mov
         raise Stop
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     assert (target / "config.json").read_text() == (target if moved_in else old).name
+
+
+def test_what_is_made_once_needs_a_folder_and_the_error_names_the_setting(tmp_path, monkeypatch):
+    def made() -> str:
+        found = made_once("kind", "stem", "seen", lambda folder: folder.mkdir())
+        return found.parent.relative_to(tmp_path).as_posix()
+
+    monkeypatch.setenv("PTQ_CACHE", os.devnull)
+    with pytest.raises(CheckpointError, match="null/kind: this user cannot write there. Set PTQ_C"):
+        made()
+    monkeypatch.delenv("PTQ_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert made() == "xdg/ptq/kind"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert made() == "home/.cache/ptq/kind"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54321)  # a container's user without a name
+    with pytest.raises(CheckpointError, match="this user has no home folder. Set PTQ_CACHE"):
+        made()

@@ -32,6 +32,7 @@ def sources(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def nowhere(monkeypatch, tmp_path, sources):
     """No library in the package and an empty cache; `native.library` looks again."""
+    monkeypatch.delenv("PTQ_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "packaged_folder", lambda: tmp_path / "package")
     native.library.cache_clear()
@@ -41,11 +42,10 @@ def nowhere(monkeypatch, tmp_path, sources):
 
 @needs_compiler
 def test_compiles_at_first_use_into_the_cache(nowhere, caplog):
-    caplog.set_level(logging.INFO, logger="ptq.kernels")
     loaded = native.library()
     assert loaded is not None
     assert [path.name for path in nowhere.iterdir()] == [build.library_name()]
-    assert "compiling" in caplog.text
+    assert "compiling" in caplog.text  # at a level that is printed: it takes long
     native.library.cache_clear()
     caplog.clear()
     assert native.library() is not None
@@ -70,6 +70,28 @@ def test_a_compiler_that_fails_is_quoted(nowhere, monkeypatch, tmp_path, caplog)
     monkeypatch.setenv("CXX", str(broken))
     assert native.library() is None
     assert "out of order" in caplog.text
+
+
+@needs_compiler
+def test_the_cache_of_everything_else_is_that_of_the_library(nowhere, monkeypatch, tmp_path):
+    monkeypatch.setenv("PTQ_CACHE", str(tmp_path / "all"))
+    assert native.library() is not None
+    assert [path.name for path in (tmp_path / "all").iterdir()] == [build.library_name()]
+
+
+@needs_compiler
+@pytest.mark.parametrize("home", ["none", "no folder"])
+def test_without_a_place_for_the_library_one_warning_tells_how_to_give_one(
+    nowhere, monkeypatch, tmp_path, caplog, home
+):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    if home == "none":  # a container's user without a name
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(os, "getuid", lambda: 54321)
+    else:
+        monkeypatch.setenv("HOME", os.devnull)
+    assert native.library() is None
+    assert caplog.records[-1].getMessage().count("PTQ_CACHE") == 1
 
 
 @needs_compiler
