@@ -21,7 +21,7 @@ first, and one put in front for the sake of quantization changes what the model 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +77,7 @@ def find_peaks(
     *,
     cached: bool,
     blocks: int | None = None,
+    tick: Callable[[], object] = lambda: None,
 ) -> Peaks:
     """Run the beginnings of some samples through a model, and see which tokens stand out.
 
@@ -86,6 +87,7 @@ def find_peaks(
         workers: Devices that take the samples between them.
         cached: Whether small values tell a sink token, too: K and V are to be quantized.
         blocks: How many of the model's first blocks are run; all by default.
+        tick: Called after each block.
 
     Raises:
         RecipeError: activations hold NaN or infinity.
@@ -110,6 +112,7 @@ def find_peaks(
             largest = torch.maximum(largest, ratios)
         stream.advance(block, outputs)
         workers.leave()
+        tick()
     return Peaks(largest, layers, smallest)
 
 

@@ -180,7 +180,7 @@ class _Driver:
     def run(self, sequences: list[Tensor], *, force: bool, progress: bool) -> ScaleTable:
         """Quantize every block and write the checkpoint; returns its scale table."""
         stream = self.solver.stream
-        self._settle_sinks(sequences)
+        self._settle_sinks(sequences, progress)
         writing = self._writer(force or self.resumed > 0)
         with closing(self.store), writing as writer, self.background:
             others = {f"{name}.weight" for name in self.plan.predicting}
@@ -215,9 +215,9 @@ class _Driver:
                 writer.finish(table)
         return table
 
-    def _settle_sinks(self, sequences: list[Tensor]) -> None:
+    def _settle_sinks(self, sequences: list[Tensor], progress: bool) -> None:
         """Find out how many sink tokens there are, and say where other tokens stand out, too."""
-        peaks = self.solver.find_sinks(sequences)
+        peaks = self.solver.find_sinks(sequences, progress=progress)
         for name, ratio in peaks.others(self.solver.sinks).items() if peaks else ():
             message = (
                 f"a token after the first {self.solver.sinks} has an input {ratio:.0f} times that "

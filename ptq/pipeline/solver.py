@@ -17,6 +17,7 @@ from calibrate.sinks import Peaks, find_peaks
 from calibrate.statistics import Statistics
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
+from formats.command import bar
 from formats.memory import peak_rss_bytes
 from formats.scale_table import ScaleEntry
 from ptq.methods.common.block import BlockWork, QuantizedLinear
@@ -82,7 +83,9 @@ class BlockSolver:
         stream.sinks = self.sinks
         return stream
 
-    def find_sinks(self, sequences: Sequence[Tensor], blocks: int | None = None) -> Peaks | None:
+    def find_sinks(
+        self, sequences: Sequence[Tensor], blocks: int | None = None, *, progress: bool = False
+    ) -> Peaks | None:
         """Settle how many sink tokens there are, before anything else runs.
 
         Args:
@@ -98,9 +101,12 @@ class BlockSolver:
         elif isinstance(keep, int):
             self.sinks = keep
         elif keep == "auto" and self.schedule.needs_data:
-            with self.watch.phase("sinks"):
-                stream = self.new_stream()
-                found = find_peaks(stream, sequences, self.team, cached=cached, blocks=blocks)
+            stream, count = self.new_stream(), len(self.plan.blocks)
+            shown = bar(title="Looking for sink tokens", unit="block", total=count, shown=progress)
+            with self.watch.phase("sinks"), shown as tick:
+                found = find_peaks(
+                    stream, sequences, self.team, cached=cached, blocks=blocks, tick=tick.update
+                )
             self.sinks = found.sinks
         self.stream.sinks = self.sinks
         return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from ptq.commands import check
 from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline import solver
+from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.solver import BlockSolver
 from ptq.pipeline.timing import predict_seconds
 from ptq.plan.describe import describe_seconds
@@ -75,6 +78,19 @@ def test_a_few_steps_of_a_method_stand_for_all(tiny_llama, tmp_path, monkeypatch
     seconds = predict_seconds(plan, random_tokens())
     assert (len(ran), blocks) == (3, [1])
     assert seconds["refine"] > 2 * 2000 * 0.01
+
+
+def test_the_search_for_sinks_shows_how_far_it_is(tiny_llama, tmp_path, monkeypatch):
+    """It runs all blocks before the first is solved: minutes, of a large model."""
+    ticks = []
+
+    def bar(**options):
+        return nullcontext(SimpleNamespace(update=lambda: ticks.append(options)))
+
+    monkeypatch.setattr(solver, "bar", bar)
+    plan = make_plan(tiny_llama, tmp_path / "out")
+    quantize_tokens(plan, random_tokens(), progress=True)
+    assert [(own["total"], own["shown"]) for own in ticks] == 2 * [(2, True)]
 
 
 def test_the_longest_phases_are_named():
