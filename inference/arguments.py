@@ -28,7 +28,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         type=model_argument,
-        help="folder of a quantized or float model, or organization/model of the Hugging Face hub",
+        help="folder of a quantized or float model, a .gguf file, or organization/model of the "
+        "Hugging Face hub",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     parser.add_argument(

@@ -243,7 +243,7 @@ def tokenizer_metadata(folder: Path, rows: int) -> tuple[dict[str, Any], str | N
     bos = values.get("tokenizer.ggml.bos_token_id")
     values["tokenizer.ggml.add_bos_token"] = bos is not None and first == [bos]
     template = folder / "chat_template.jinja"
-    text = template.read_text() if template.is_file() else settings.get("chat_template")
+    text = template.read_text("utf-8") if template.is_file() else settings.get("chat_template")
     return values | ({"tokenizer.chat_template": text} if isinstance(text, str) else {}), note
 
 

@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
         prog="ptq bench", formatter_class=AS_WRITTEN, description=REQUESTS, epilog=ABOUT_FIGURES
     )
     add = made.add_argument
-    about = "folder of a quantized or float model"
+    about = "folder of a quantized or float model, or a .gguf file"
     add("checkpoint", type=model_argument, nargs="?", help=about)
     add("--against", type=model_argument, metavar="ORIGINAL", help="compare with this model")
     kinds, cache = ["float32", "bfloat16"], "compare with the same model and a cache of this type"

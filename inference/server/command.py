@@ -132,8 +132,8 @@ def greeting(info: EngineInfo, settings: ServerSettings, address: str, *, chat: 
     stop = "Ctrl-C stops it, when what runs has finished; a second one at once."
     return (
         f"{settings.model} ({info.quantization}) on {info.device}: {info.max_batch_size} requests "
-        f"at once, up to {info.max_model_len} tokens each, a cache for "
-        f"{info.kv_blocks * info.block_size}\n"
+        f"at once, up to {info.max_model_len} tokens each, a cache of "
+        f"{info.kv_blocks * info.block_size} tokens\n"
         f"listening on {address}/v1, with a page to try it at {address}/\n\n"
         f"    curl {address}/v1/{route}{key} -H 'Content-Type: application/json' -d '{quoted}'\n\n"
         f"{stop}"

@@ -45,7 +45,10 @@ def parser() -> argparse.ArgumentParser:
         "--level", choices=("quick", "full"), default="quick", help="how much; default quick"
     )
     made.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="text or chats in the place of our own text"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="text or chats in the place of our own text, in a file as `ptq quantize --data` takes",
     )
     made.add_argument("--seed", type=_seed, default=0, metavar="N", help="of prompts and tasks")
     made.add_argument("--device", type=_device, default="auto", help="auto (default), cpu, cuda:N")

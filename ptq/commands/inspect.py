@@ -16,7 +16,7 @@ from pathlib import Path
 from formats.command import CommandParser, count
 from formats.errors import RequestError
 from formats.files import replace_file
-from formats.gguf.locate import locate_model
+from formats.gguf.locate import is_gguf, locate_model
 from formats.hub import model_argument
 from formats.namespace import later
 
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog="ptq inspect", description="Show a checkpoint's scales, outlier channels and sizes."
     )
-    about = "folder of a quantized or float model"
+    about = "folder of a quantized or float model, or a .gguf file"
     made.add_argument("checkpoint", type=model_argument, help=about)
     made.add_argument(
         "--module",
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     folder = locate_model(arguments.checkpoint)
     found = inspection.inspect(read.Checkpoint.open(folder), arguments.module)
+    if is_gguf(arguments.checkpoint):  # others open the file, whatever they say of its folder here
+        found = found.model_copy(update={"only_here": None})
     if arguments.csv is not None and not found.scales:
         raise RequestError("--csv: the checkpoint has no scales, there is no table to write")
     print("\n".join(inspection.describe(found, arguments.top)))

@@ -119,7 +119,9 @@ def parser() -> argparse.ArgumentParser:
         epilog="What was run is written to OUTPUT/recipe.yaml, which `ptq run` repeats. "
         "Exit codes: 0 as good as asked or known, 1 red: worse, 2 errors.",
     )
-    made.add_argument("model", metavar="MODEL", help="folder, or organization/model on the hub")
+    made.add_argument(
+        "model", metavar="MODEL", help="folder, .gguf file, or organization/model on the hub"
+    )
     made.add_argument(
         "--scheme",
         type=_scheme,

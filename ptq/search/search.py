@@ -278,8 +278,8 @@ class _Search:
         checkpoint = Checkpoint.open(recipe.model.folder)
         plan = build_plan(recipe, checkpoint, self.loaded.where, force=True)
         output = recipe.output.path
-        text, path = resolved_yaml(plan.recipe), output / RECIPE_FILE
-        if path.is_file() and path.read_text() == text and (output / CHECKPOINT_FOLDER).is_dir():
+        text, path = resolved_yaml(plan.recipe).encode(), output / RECIPE_FILE
+        if path.is_file() and path.read_bytes() == text and (output / CHECKPOINT_FOLDER).is_dir():
             return plan, load_result(output)
         return plan, driver.solve(plan, self.seen, force=True, progress=self.progress)
 

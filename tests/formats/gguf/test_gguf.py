@@ -9,6 +9,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from inference.bench import command as bench
 from inference.bench import requests
 from inference.engine import Engine
 from ptq.commands import convert as command
+from ptq.commands import inspect
 from ptq.convert.convert import convert, describe
 from ptq.recipe.reading import load_recipe
 from tests.conftest import write_quantized
@@ -37,6 +40,7 @@ from tests.families import divergence
 from tests.inference.conftest import EngineHere
 from tests.inference.parallel.thread_ranks import thread_engine
 from tests.refusals import refused_checkpoint as refused
+from tests.test_import_order import ROOT
 from tests.tiny_families import TINY
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -278,6 +282,28 @@ def test_commands_take_the_file_itself(llama_file, tmp_path, monkeypatch, capsys
     given = [str(llama_file), "--batch", "1", "--prompt", "4", "--new", "2"]
     assert bench.main([*given, "--repeats", "1", "--against", str(llama_file)]) == 0
     assert "decode at " in capsys.readouterr().out
+
+
+def test_inspect_does_not_say_of_a_file_that_others_cannot_open_it(
+    llama_file, tmp_path, monkeypatch, capsys
+):
+    """They open it; what is made of it here is for this runtime alone."""
+    monkeypatch.setenv("PTQ_CACHE", str(tmp_path / "cache"))
+    file = quantized_file(llama_file, tmp_path / "q.gguf", {"weight": "Q4_1"})
+    assert inspect.main([str(file)]) == 0
+    assert "Only this runtime" not in capsys.readouterr().out
+    assert inspect.main([str(locate_model(file))]) == 0
+    assert "Only this runtime opens it" in capsys.readouterr().out
+
+
+def test_a_template_is_utf_8_wherever_it_is_read(make_model, tmp_path):
+    shutil.copytree(make_model("llama"), tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text("<｜User｜>", encoding="utf-8")
+    words = ["-m", "ptq", "convert", str(tmp_path / "m"), str(tmp_path / "m.gguf"), "--quiet"]
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | plain, check=True)
+    found = gguf.GGUFReader(tmp_path / "m.gguf").fields["tokenizer.chat_template"]
+    assert found.contents() == "<｜User｜>"
 
 
 def test_a_recipe_quantizes_the_floats_of_a_file(llama_file, tmp_path, monkeypatch):

@@ -104,6 +104,7 @@ def test_a_key_comes_from_a_file_before_the_command_line_before_the_environment(
 
 def test_the_greeting_quotes_for_a_shell_and_shows_no_key():
     told = greeting(INFO, settings(model="it's"), "http://127.0.0.1:1", chat=False)
+    assert f"a cache of {INFO.kv_blocks * INFO.block_size} tokens" in told
     line = next(line for line in told.splitlines() if "curl" in line)
     body = json.loads(shlex.split(line)[-1])
     asked = {"prompt": "def add(a, b):", "max_tokens": 32, "temperature": 0}
