@@ -111,6 +111,7 @@ def measure_answers(pair: Pair, cases: Sequence[Prompt], bar: Any) -> list[list[
     params = [SamplingParams(max_tokens=case.new) for case in cases]
     greedy = [answers(engine, prompts, params, bar) for engine in pair]
     drawn = [case for case in cases if case.seed is not None]
+    bar.total += 2 * len(drawn)
     sampled = [
         answers(
             engine,
@@ -134,8 +135,10 @@ def measure_answers(pair: Pair, cases: Sequence[Prompt], bar: Any) -> list[list[
             if own.any():
                 surprisal = CERTAIN + both.nll_original[own].mean().item()
                 row.values["kl.turns"] = (0.0, both.kl[own].mean().item() / surprisal)
+        bar.update()
     ended = [i for i, first in enumerate(greedy[0]) if _ended(first)]
     due = [(_whole(greedy[0][i])[:-1], _whole(greedy[0][i])[-1:]) for i in ended]
+    bar.total += 2 * len(due)
     ends = [likelihoods(engine, due, bar) for engine in pair]
     for i, (a, _), (b, _) in zip(ended, *ends, strict=True):
         rows[i].values["answers.end"] = (a, b)

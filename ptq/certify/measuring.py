@@ -58,7 +58,7 @@ class Part:
     Attributes:
         cases: What is asked; follows from the setting.
         measure: Gives each case's rows. A case's rows do not depend on the others.
-        steps: How often the bar is moved on by a case.
+        steps: How often the bar is moved on by a case; some answers do it more often.
     """
 
     title: str

@@ -79,12 +79,31 @@ def measured(original: Path, other: Path, places: int = 16, seed: int = 0):
     return judge(row for part in rows.values() for case in part for row in case)
 
 
+class Counter:
+    """A bar that counts what it is moved on by."""
+
+    def __init__(self, total: int, **_: object) -> None:
+        self.total, self.done = total, 0
+
+    def update(self) -> None:
+        self.done += 1
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.ci)])
-def test_a_model_against_itself_in_other_batches_is_green(seed):
+def test_a_model_against_itself_in_other_batches_is_green(seed, monkeypatch):
+    bars = []
+
+    def bar(**options):
+        bars.append(Counter(**options))
+        return contextlib.nullcontext(bars[-1])
+
+    monkeypatch.setattr(measuring, "bar", bar)
     figures = measured(MODEL, MODEL, places=3, seed=seed)
     assert overall(figures)[0] == "green"
     assert {figure.difference for figure in figures} == {0}
     assert {f.name.partition(".")[0] for f in figures} >= {"kl", "answers", "objects", "needle"}
+    assert [own.done for own in bars[:3]] == [own.total for own in bars[:3]]
+    assert bars[3].done <= bars[3].total  # contexts this short have fewer questions
 
 
 @pytest.mark.ci  # lm-eval reads thousands of files
