@@ -180,6 +180,9 @@ class _Driver:
     def run(self, sequences: list[Tensor], *, force: bool, progress: bool) -> ScaleTable:
         """Quantize every block and write the checkpoint; returns its scale table."""
         stream = self.solver.stream
+        greeting = self.store.greeting()
+        if greeting and progress:
+            say(f"{typed_path(self.recipe.output.path)}: {greeting}")
         self._settle_sinks(sequences, progress)
         writing = self._writer(force or self.resumed > 0)
         with closing(self.store), writing as writer, self.background:
@@ -190,9 +193,6 @@ class _Driver:
             if self.artifact is None:
                 self.solver.run_backward(sequences, self.gradients, progress=progress)
                 self.solver.start(sequences)
-            greeting = self.store.greeting()
-            if greeting and progress:
-                say(f"{typed_path(self.recipe.output.path)}: {greeting}")
             measures = self.artifact is None  # without samples there is nothing to tell
             self.table = LiveTable(
                 shown=progress and measures, blocks=self.plan.blocks, layers=self.plan.quantized

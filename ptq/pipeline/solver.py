@@ -20,7 +20,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.command import bar
 from formats.memory import peak_rss_bytes
 from formats.scale_table import ScaleEntry
-from ptq.methods.common.block import BlockWork, QuantizedLinear
+from ptq.methods.common.block import BlockWork, QuantizedLinear, loss_against, power_of
 from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import config_of
 from ptq.methods.common.method import Method
@@ -36,9 +36,10 @@ from ptq.pipeline.resume import BlockRecord, SolvedBlock
 from ptq.pipeline.team import Team
 from ptq.plan.machine import devices_of
 from ptq.plan.plan import Plan
-from ptq.plan.schedule import Schedule
+from ptq.plan.schedule import COMPARED, Schedule
 from ptq.result import BlockRow, ModuleRow, Stopwatch
 
+CHANGED = 1e-3  # share of an output's power that rounding folded weights does not reach
 CLIPPING_EVENT = 1e-3  # share of clipped values from which on it is an event
 
 
@@ -165,7 +166,8 @@ class BlockSolver:
                 if method.folds:
                     self.team.take(work.block)
             if i + 1 in self.schedule.passes:
-                self.see(work, self.methods[i + 1 :], self.team, i + 1)
+                again = self.see(work, self.methods[i + 1 :], self.team, i + 1)
+                _tell_change(work, spec.name, outputs, again)
                 seen.update(work.seen.statistics.marked(spec.name))
         with self.watch.phase("measure"):
             lost = self._compared(work, "measuring", lambda part: part.quantized)
@@ -250,6 +252,24 @@ class BlockSolver:
         if self.device.type == "cuda":
             return max(map(torch.cuda.max_memory_allocated, self.team.devices))
         return peak_rss_bytes()
+
+
+def _tell_change(
+    work: BlockWork, method: str, before: Sequence[Tensor], after: Sequence[Tensor]
+) -> None:
+    """An event where a method changed what the float block computes.
+
+    Layers are compared with that block, so that their rows do not show what this cost.
+    """
+    sinks, pairs = work.block.sinks, list(zip(before, after, strict=False))[:COMPARED]
+    power = sum(power_of([a], sinks) for a, _ in pairs)  # each on a device of its own
+    error = sum(loss_against(a, sinks)(b.to(a.device)).item() for a, b in pairs)
+    if error > CHANGED * power:
+        message = (
+            f"{method} changed the float block's output by {error / power:.1%} of its power; the "
+            "SQNR of layers is measured after that and leaves it out: see the loss of the model"
+        )
+        work.report(work.block.name, "changed_function", message)
 
 
 def _clipping(entries: Iterable[ScaleEntry]) -> Iterator[Event]:

@@ -16,6 +16,7 @@ EventKind = Literal[
     "outlier_token",
     "scaled_by_token",
     "left_out",
+    "changed_function",
 ]
 
 
@@ -28,7 +29,8 @@ class Event(Strict):
     Hessian needed more damping than asked for), `expert_starved` (a router hardly ever chose an
     expert for the calibration tokens), `outlier_token` (tokens after the sink tokens have inputs
     far larger than others'), `scaled_by_token` (a static input that is scaled by token instead),
-    `left_out` (a layer that predicts further tokens, which the checkpoint does not have).
+    `left_out` (a layer that predicts further tokens, which the checkpoint does not have),
+    `changed_function` (a method changed what a float block computes).
     """
 
     module: str

@@ -45,7 +45,8 @@ class Method(ABC):
         gradients: Whether it uses `BlockWork.fisher`: the driver then runs the model backward
             before it solves the first block.
         folds: Whether `commit` changes the block's float weights, so that methods after it must see
-            the samples run again.
+            the samples run again. What the block computes should stay: layers are compared with it
+            as it is then, and an event tells where it does not.
         rescales: Whether it folds by factors alone, all of them given to `BlockWork.divide`: then
             maxima and moments after it follow from those before.
         clips: Whether it chooses ranges, whose cut values are to be counted.

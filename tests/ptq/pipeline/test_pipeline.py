@@ -19,6 +19,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
 from formats.memory import peak_rss_bytes
 from formats.scheme import KVCacheSpec, Scheme
+from ptq.methods.clip import Clip, ClipSpec
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.method import Method
 from ptq.methods.rtn import RTNSpec
@@ -349,6 +350,29 @@ def test_peak_memory_does_not_grow_with_depth(make_model, tmp_path):
         assert done.returncode == 0, done.stderr
         peaks[layers] = int(done.stdout)
     assert peaks[32] < 1.1 * peaks[8], peaks
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7])
+def test_a_method_that_changes_what_a_block_computes_is_told(
+    tiny_llama, tmp_path, monkeypatch, share
+):
+    """Layers are compared with the block that it left, so their rows look better than they are."""
+
+    def shrunk(self, work):
+        for name in work.targets:
+            work.store(f"{name}.weight", work.block.linears[name].weight * share)
+
+    monkeypatch.setattr(Clip, "folds", True)
+    monkeypatch.setattr(Clip, "commit", shrunk)
+    methods = (ClipSpec(factors=(0.9,), search_samples=1), RTNSpec())
+    result = quantize_tokens(
+        make_plan(tiny_llama, tmp_path / "out", methods=methods), random_tokens(), progress=False
+    )
+    told = [event for event in result.events if event.kind == "changed_function"]
+    assert [event.module for event in told] == (
+        [] if share == 1 else ["model.layers.0", "model.layers.1"]
+    )
+    assert all("clip changed the float block's output by " in event.message for event in told)
 
 
 def test_a_table_grows_while_it_runs(tiny_llama, tmp_path, capsys):
