@@ -9,6 +9,7 @@ import argparse
 import ctypes
 import errno
 import gc
+import io
 import os
 import re
 import signal
@@ -102,8 +103,11 @@ def run_command(
 
     Errors that are the user's to act on are printed as `error: ...` without a trace, with exit code
     2; an interrupt gives 130, and SIGTERM, which cleans up as an interrupt does, 143. The notes of
-    an error follow it. Whatever else goes wrong is a defect and keeps its trace.
+    an error follow it. Whatever else goes wrong is a defect and keeps its trace. A character that
+    the terminal's encoding lacks is printed as `?`.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         with _terminable():
             return main(argv)

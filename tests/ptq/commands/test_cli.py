@@ -1,6 +1,7 @@
 """The `ptq` command dispatches, stays light, and refuses another project's packages."""
 
 import importlib.util
+import os
 import resource
 import subprocess
 import sys
@@ -112,6 +113,18 @@ def test_another_package_of_the_name_is_refused(tmp_path, monkeypatch):
         require_own_packages("calibrate", "inference")
     assert str(tmp_path / "inference") in str(caught.value)
     assert "pip uninstall inference" in str(caught.value)
+
+
+def test_a_character_that_the_terminal_lacks_is_no_defect():
+    """An answer of a model, or the dash of a table, where the locale is no UTF-8."""
+    script = "from formats.command import run_command; run_command(lambda _: print('a \u2013 b'))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout.split() == [b"a", b"?", b"b"]
 
 
 def test_a_missing_package_is_told():
