@@ -33,6 +33,7 @@ from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.sampler import draw_token
 from inference.scheduling.work import Work, fitting
 from inference.transformers_code.model import CodeModel, Shape, load_model
+from kernels.cpu import native
 from kernels.op_inputs import KVPool
 
 
@@ -170,7 +171,13 @@ class CpuBackend(OneProcess):
     def cache(self, shape: CacheShape) -> list[KVPool]:
         """Allocate a cache, in the type asked for or the model's."""
         dtype = shape.dtype or self.dtype
-        return shape.allocate(self.device, dtype, tokens_last=False, dynamic_scales=torch.float32)
+        return shape.allocate(
+            self.device,
+            dtype,
+            tokens_last=False,
+            dynamic_scales=torch.float32,
+            zeros=native.zeros,
+        )
 
     def forward(
         self, model: CpuDecoder | CodeModel, pools: Sequence[KVPool]

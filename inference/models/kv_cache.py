@@ -148,6 +148,7 @@ class CacheShape:
         *,
         tokens_last: bool,
         dynamic_scales: torch.dtype,
+        zeros: Callable[..., Tensor] = torch.zeros,
     ) -> list[KVPool]:
         """A pool of zeros for each layer.
 
@@ -156,6 +157,7 @@ class CacheShape:
             tokens_last: Whether values lie as [blocks, Hkv, D, 64], not as [blocks, Hkv, 64, D];
                 latents, which are keys too, never do.
             dynamic_scales: Type of scales that are taken from the data.
+            zeros: Makes K and V.
         """
         pools = []
         for layer in self.layers:
@@ -165,7 +167,7 @@ class CacheShape:
             own = own[:: -1 if tokens_last and not heads.latent else 1]
             shapes = ((*places, layer.size("k_cache")), (*places[:2], *own))
             k, v = (
-                torch.zeros(shape, dtype=layer.stored(role, dtype), device=device)
+                zeros(shape, dtype=layer.stored(role, dtype), device=device)
                 for role, shape in zip(ROLES, shapes, strict=True)
             )
             offset, feedback = (

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import POINTER, byref, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
@@ -240,6 +241,14 @@ def aligned(size: int) -> Tensor:
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on a CPU; large ones take memory only where they are written, if the system allows."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < MAPPED or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return aligned(size).view(dtype).view(shape)
 
 
 def header(packed: Tensor) -> Packed:

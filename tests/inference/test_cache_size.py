@@ -1,5 +1,8 @@
 """How large the cache is where a share of the memory is asked for."""
 
+import resource
+from pathlib import Path
+
 import pytest
 
 from formats import memory
@@ -27,6 +30,22 @@ def test_the_engine_takes_its_share(tiny_llama, monkeypatch):
     assert said.stats().total == 9
     params = SamplingParams(max_tokens=4)
     assert shared.generate(["x"], params)[0].token_ids == said.generate(["x"], params)[0].token_ids
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_what_is_not_used_of_the_cache_takes_no_memory(tiny_llama):
+    """A prompt of a model whose cache may be larger than the machine's memory."""
+
+    def held() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    small = engine_of(tiny_llama, kv_blocks=10)
+    blocks, before = 2**28 // (64 * small.kv_bytes_per_token), held()
+    large, params = engine_of(tiny_llama, kv_blocks=blocks), SamplingParams(max_tokens=4)
+    found = large.generate(["x"], params)[0].token_ids
+    assert held() - before < 2**26
+    assert found == small.generate(["x"], params)[0].token_ids
+    assert not any(pool.k[1:].any() for pool in large.pools)
 
 
 @pytest.fixture
