@@ -216,9 +216,12 @@ class _Driver:
         return table
 
     def _settle_sinks(self, sequences: list[Tensor], progress: bool) -> None:
-        """Find out how many sink tokens there are, and say where other tokens stand out, too."""
+        """Find out how many sink tokens there are, and say where a static scale meets others."""
         peaks = self.solver.find_sinks(sequences, progress=progress)
+        schemes = self.plan.schemes
         for name, ratio in peaks.others(self.solver.sinks).items() if peaks else ():
+            if name not in schemes or not schemes[name].static_input:
+                continue
             message = (
                 f"a token after the first {self.solver.sinks} has an input {ratio:.0f} times that "
                 "of an ordinary one; a static scale of its layer serves others badly. Scale this "

@@ -289,7 +289,7 @@ def activations_section(data: ReportData) -> Section:
     )
     if count := data.quantization.sink_tokens:
         text += (
-            f"Sink tokens, the first {count} of a sequence, are quantized apart and are in no "
+            f"Sink tokens, the first {count} of a sequence, are kept apart and are in no "
             "other figure. "
         )
     if data.quantization.smoothing:

@@ -19,6 +19,7 @@ from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
+from ptq.methods.gptq import GPTQSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.driver import quantize_tokens, solve
@@ -176,6 +177,17 @@ def test_caches_keep_them_in_float(sink_model, tmp_path, scheme):
     shared = quantized(sink_model, tmp_path / "shared", "none", scheme, methods=())
     assert all(pool.sink_tokens == 0 for pool in engine_of(shared.checkpoint).pools)
     assert loss(sink_model, kept.checkpoint) < loss(sink_model, shared.checkpoint)
+
+
+def test_a_later_token_is_an_event_where_a_static_scale_meets_it(sink_model, tmp_path):
+    data = tokens()
+    data.ids[:, 5] = FIRST
+    found = dict[str, set[str]]()
+    for scheme in ("a8w8c8", "a8w8_dynamic", "w4"):
+        plan = make_plan(sink_model, tmp_path / scheme, scheme, methods=(GPTQSpec(),))
+        events = quantize_tokens(plan, data, progress=False).events
+        found[scheme] = {e.module for e in events if e.kind == "outlier_token"}
+    assert found == {"a8w8c8": {DOWN}, "a8w8_dynamic": set(), "w4": set()}
 
 
 def test_damaged_checkpoints_are_refused(both, tmp_path):
