@@ -11,10 +11,12 @@ float.
 
 n is found as by Chen et al., "PrefixQuant" (arXiv 2410.05265, section 4): a token is an outlier
 where its largest magnitude is more than 64 times the median of all tokens' in the input of some
-layer. Where the cache is quantized, so it is if its value V is less than a third of the median in
-some layer, whatever its inputs are: what takes attention and is to change nothing has small values
-(Guo et al., "Active-Dormant Attention Heads", arXiv 2410.13835), of which a scale for all tokens
-leaves little.
+layer. So it is if its value V is less than a third of the median in some layer, whatever its inputs
+are: what takes attention and is to change nothing has small values (Guo et al., "Active-Dormant
+Attention Heads", arXiv 2410.13835). A scale for all tokens leaves little of these, and a method
+that counts such a token like any other spoils what all others read. Where inputs have static scales
+and the cache is not quantized, values do not count: the token would have scales of its own, which
+other runtimes do not read, for inputs that do not need them.
 Positions count, not tokens: of a model that puts nothing in front of a text, any token can be the
 first, and one put in front for the sake of quantization changes what the model says.
 """
@@ -75,7 +77,7 @@ def find_peaks(
     sequences: Sequence[Tensor],
     workers: BlockWorkers,
     *,
-    cached: bool,
+    by_values: bool,
     blocks: int | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> Peaks:
@@ -85,7 +87,7 @@ def find_peaks(
         stream: Of the model; it is spent.
         sequences: Token ids of the samples: int64 [tokens].
         workers: Devices that take the samples between them.
-        cached: Whether small values tell a sink token, too: K and V are to be quantized.
+        by_values: Whether small values tell a sink token, too.
         blocks: How many of the model's first blocks are run; all by default.
         tick: Called after each block.
 
@@ -102,7 +104,7 @@ def find_peaks(
     for index in range(len(stream.blocks))[:blocks]:
         block = stream.load(index, index + 1)
         workers.take(block)
-        peaks, values, outputs = _block_peaks(workers, len(starts), cached=cached)
+        peaks, values, outputs = _block_peaks(workers, len(starts), by_values=by_values)
         if values is not None:
             smallest = torch.minimum(smallest, values / values.median().clamp(min=1e-30))
         for name, own in peaks.items():
@@ -117,7 +119,7 @@ def find_peaks(
 
 
 def _block_peaks(
-    workers: BlockWorkers, count: int, *, cached: bool
+    workers: BlockWorkers, count: int, *, by_values: bool
 ) -> tuple[dict[str, Tensor], Tensor | None, list[Tensor]]:
     """Largest magnitude of each token in each layer's input, fp32 [samples, tokens]; the norms of
     their values, likewise, None where they are not asked for or the block caches none; outputs.
@@ -143,7 +145,7 @@ def _block_peaks(
 
         chosen = samples_of(worker, count, len(workers))
         block = workers.block(worker)
-        show = on_kv if cached else None
+        show = on_kv if by_values else None
         return block.outputs(on_input=on_input, on_kv=show, samples=chosen, begin=begin)
 
     outputs = in_order_of_samples(workers.each("looking for sink tokens", run), count)

@@ -99,7 +99,7 @@ def gradients_key(plan: Plan, model: FloatModel, facts: Mapping[str, str]) -> st
     """
     kept = {name: fact for name, fact in facts.items() if name not in (RECIPE, "the plan")}
     tokens = plan.recipe.statistics.gradient_tokens
-    sinks = plan.recipe.sinks.model_dump_json()
+    sinks = f"{plan.recipe.sinks.model_dump_json()} by values: {plan.sinks_by_values}"
     more = {"seen": seen_key(plan.recipe, model), "tokens": str(tokens), "sinks": sinks}
     return key_of(kept | more)
 

@@ -96,7 +96,6 @@ class BlockSolver:
             What was found on the way, where the data were looked at.
         """
         keep, found = self.recipe.sinks.keep, None
-        cached = any(self.recipe.cache_of(block) is not None for block in self.plan.blocks)
         if self.artifact is not None:
             self.sinks = self.artifact.record.sink_tokens
         elif isinstance(keep, int):
@@ -106,7 +105,12 @@ class BlockSolver:
             shown = bar(title="Looking for sink tokens", unit="block", total=count, shown=progress)
             with self.watch.phase("sinks"), shown as tick:
                 found = find_peaks(
-                    stream, sequences, self.team, cached=cached, blocks=blocks, tick=tick.update
+                    stream,
+                    sequences,
+                    self.team,
+                    by_values=self.plan.sinks_by_values,
+                    blocks=blocks,
+                    tick=tick.update,
                 )
             self.sinks = found.sinks
         self.stream.sinks = self.sinks

@@ -133,6 +133,12 @@ class Plan(Strict):
         return tuple(module.name for module in self.modules if module.action == "quantize")
 
     @property
+    def sinks_by_values(self) -> bool:
+        """Whether small values tell sink tokens, too; see `calibrate.sinks`."""
+        cached = any(self.recipe.cache_of(block) is not None for block in self.blocks)
+        return cached or not any(scheme.static_input for scheme in self.schemes.values())
+
+    @property
     def family(self) -> Family | None:
         """The declaration of the model's family; None where there is none."""
         return BY_TYPE.get(self.model.model_type)

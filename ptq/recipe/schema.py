@@ -157,20 +157,21 @@ class ObserversSpec(Strict):
 
 
 class SinksSpec(Strict):
-    """Sink tokens: the first tokens of a sequence, whose activations can be hundreds of times those
-    of all others and decide every static scale. Statistics of ordinary tokens leave them out, and
-    methods count a sink token by its relative error, as 16 ordinary tokens. When the model runs,
-    their rows have static input scales of their own, and their K and V stay in floating point;
-    latents of sink tokens do so on a CPU alone.
+    """Sink tokens: the first tokens of a sequence, which most attention goes to, and whose
+    activations can be hundreds of times those of all others and decide every static scale.
+    Statistics of ordinary tokens leave them out, and methods count a sink token by its relative
+    error, as 16 ordinary tokens, in recipes of weights alone, too. When the model runs, their rows
+    have static input scales of their own, and their K and V stay in floating point where others'
+    do not; latents of sink tokens do so on a CPU alone.
 
     YAML: ``sinks: {keep: auto}``
     """
 
     keep: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=MOST_SINKS)] = "auto"
     """How many tokens: `auto` looks at the calibration data first, and takes those positions from
-    the first on where some input is 64 times larger than that of an ordinary token, or, where the
-    cache is quantized, a value V smaller than a third (4 at most); `none` treats all tokens alike,
-    for runtimes that know no sink tokens.
+    the first on where some input is 64 times larger than that of an ordinary token, or a value V
+    smaller than a third (4 at most; V does not count where inputs have static scales and the cache
+    is not quantized); `none` treats all tokens alike, for runtimes that know no sink tokens.
     """
 
 

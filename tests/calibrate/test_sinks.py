@@ -24,9 +24,9 @@ def sequences() -> list[torch.Tensor]:
     return list(ids)
 
 
-def peaks_of(folder: Path, *, cached: bool = True) -> Peaks:
+def peaks_of(folder: Path, *, by_values: bool = True) -> Peaks:
     stream = open_stream(folder)
-    return find_peaks(stream, sequences(), BlockWorkers([stream.device]), cached=cached)
+    return find_peaks(stream, sequences(), BlockWorkers([stream.device]), by_values=by_values)
 
 
 def silence(tensors: dict[str, torch.Tensor]) -> None:
@@ -46,7 +46,7 @@ def test_a_token_of_small_values_is_a_sink_whatever_its_inputs_are(tiny_llama, t
     assert (found.values[:, 0] < SMALL).all()
     assert (found.values[:, 1:] > SMALL).all()
     assert peaks_of(tiny_llama).sinks == 0
-    assert peaks_of(folder, cached=False).sinks == 0
+    assert peaks_of(folder, by_values=False).sinks == 0
 
 
 def test_values_are_those_of_transformers(tiny_llama, tmp_path):

@@ -15,6 +15,7 @@ from calibrate.data import TokenSet
 from calibrate.spec import SINK_INPUT
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.stored.folder import SINK_SCALES
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
@@ -26,6 +27,7 @@ from ptq.pipeline.driver import quantize_tokens, solve
 from ptq.plan.plan import build_plan
 from ptq.recipe.schema import SinksSpec
 from ptq.result import QuantizationResult
+from tests.calibrate.test_sinks import silence
 from tests.ptq.quantizing import divergence, edit_model, make_plan
 
 FIRST = 7  # the token that stands first in every sequence
@@ -177,6 +179,24 @@ def test_caches_keep_them_in_float(sink_model, tmp_path, scheme):
     shared = quantized(sink_model, tmp_path / "shared", "none", scheme, methods=())
     assert all(pool.sink_tokens == 0 for pool in engine_of(shared.checkpoint).pools)
     assert loss(sink_model, kept.checkpoint) < loss(sink_model, shared.checkpoint)
+
+
+def test_weights_alone_are_solved_for_what_all_tokens_read(tiny_llama, tmp_path):
+    """Values tell the token, whose inputs are like others'; the checkpoint knows of none."""
+    folder = edit_model(tiny_llama, tmp_path / "model", silence)
+    kept, shared = (
+        quantized(folder, tmp_path / keep, keep, "w4", methods=(GPTQSpec(),))
+        for keep in ("auto", "none")
+    )
+    assert (kept.sink_tokens, shared.sink_tokens) == (1, 0)
+    assert "sink_tokens" not in (kept.checkpoint / "config.json").read_text()
+    assert not (kept.checkpoint / SINK_SCALES).exists()
+    static = quantized(folder, tmp_path / "static", "auto", "a8w8", methods=(GPTQSpec(),))
+    assert static.sink_tokens == 0  # its inputs are like others', too, and need no scale of their own
+    ids = tokens(1).sequences()[0][:1]
+    exact, *found = (engine_of(f).score(ids) for f in (folder, kept.checkpoint, shared.checkpoint))
+    ours, theirs = ((logits - exact).square().sum() for logits in found)
+    assert ours < theirs / 2
 
 
 def test_a_later_token_is_an_event_where_a_static_scale_meets_it(sink_model, tmp_path):
