@@ -192,7 +192,9 @@ def test_weights_alone_are_solved_for_what_all_tokens_read(tiny_llama, tmp_path)
     assert "sink_tokens" not in (kept.checkpoint / "config.json").read_text()
     assert not (kept.checkpoint / SINK_SCALES).exists()
     static = quantized(folder, tmp_path / "static", "auto", "a8w8", methods=(GPTQSpec(),))
-    assert static.sink_tokens == 0  # its inputs are like others', too, and need no scale of their own
+    assert (
+        static.sink_tokens == 0
+    )  # its inputs are like others', too, and need no scale of their own
     ids = tokens(1).sequences()[0][:1]
     exact, *found = (engine_of(f).score(ids) for f in (folder, kept.checkpoint, shared.checkpoint))
     ours, theirs = ((logits - exact).square().sum() for logits in found)
