@@ -62,47 +62,53 @@ def _all_commands() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="ptq")
     top.add_argument("-V", "--version", action="store_true", help="print the version")
     commands = top.add_subparsers()
-    recipes = _recipes(list(shipped_paths()))
+    recipes = _named_or_files("recipes", list(shipped_paths()), ".y*ml")
+    models = _named_or_files("models", [], ".gguf")
     for name, (module, text) in COMMANDS.items():
         own: argparse.ArgumentParser = importlib.import_module(module).parser()
         for action in own._actions:
             if action.type is device:
                 action.choices = ("cpu", "cuda")
-            how = _completed_by(action, recipes)
+            how = _completed_by(action, recipes, models)
             if how is not None:
                 vars(action)["complete"] = how
         commands.add_parser(name, help=text, parents=[own], add_help=False)
     return top
 
 
-def _completed_by(action: argparse.Action, recipes: dict[str, Any]) -> dict[str, Any] | None:
-    """Recipes, folders or files, as an argument's name, help and type tell; else nothing."""
+def _completed_by(
+    action: argparse.Action, recipes: dict[str, Any], models: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Recipes, models, folders or files, as an argument's name, help and type tell; else nothing."""
     text = action.help or ""
     if action.dest == "recipe" or text.startswith("recipe"):
         return recipes
     if action.metavar == "DIR" or ("folder" in text and "file" not in text):
         return shtab.DIRECTORY
-    return shtab.FILE if action.type in (Path, model_argument) or "folder" in text else None
+    if action.type is model_argument:
+        return models
+    return shtab.FILE if action.type is Path or "folder" in text else None
 
 
-def _recipes(names: Sequence[str]) -> dict[str, Any]:
-    """Recipes by name, YAML files, and folders on the way to some, in the words of each shell."""
+def _named_or_files(kind: str, names: Sequence[str], ending: str) -> dict[str, Any]:
+    """Names, files of an ending, and folders on the way to some, in the words of each shell."""
     words = shlex.quote(" ".join(names))
+    usual = ending.replace("*", "a")  # fish takes no pattern
     return {
-        "bash": "_ptq_recipes",
-        "zsh": "_ptq_recipes",
-        "fish": f"{shlex.join(names)} (__fish_complete_suffix .yaml)",
+        "bash": f"_ptq_{kind}",
+        "zsh": f"_ptq_{kind}",
+        "fish": f"{shlex.join(names)} (__fish_complete_suffix {usual})",
         "preamble": {
             "bash": f"""
-_ptq_recipes() {{
+_ptq_{kind}() {{
   compgen -W {words} -- "$1"
-  compgen -f -X '!*.y*ml' -- "$1"
+  compgen -f -X '!*{ending}' -- "$1"
   compgen -d -S / -- "$1"
 }}""",
             "zsh": f"""
-_ptq_recipes() {{
+_ptq_{kind}() {{
   compadd -- {shlex.join(names)}
-  _files -g '*.y(a|)ml'
+  _files -g '*{ending}'
 }}""",
         },
     }

@@ -32,7 +32,7 @@ def test_bash_completes_commands_options_paths_and_recipes(tmp_path, capsys):
     bash = shutil.which("bash") or pytest.skip("bash is not here")
     (tmp_path / "ptq.bash").write_text(script("bash", capsys))
     (tmp_path / "folder").mkdir()
-    for name in ("mine.yaml", "mine.txt"):
+    for name in ("mine.yaml", "mine.txt", "mine.gguf"):
         (tmp_path / name).touch()
     w4 = {name for name in shipped_paths() if name.startswith("w4_")}
     answers = {
@@ -46,9 +46,9 @@ def test_bash_completes_commands_options_paths_and_recipes(tmp_path, capsys):
         "ptq solve folder --recipe w4_": w4,
         "ptq recipes w4_": w4,
         "ptq convert a b --to gptq": {"gptq", "gptq_v2"},
-        "ptq inspect ''": {"folder"},
-        "ptq inspect folder --json mi": {"mine.yaml", "mine.txt"},
-        "ptq quantize model --data mi": {"mine.yaml", "mine.txt"},
+        "ptq inspect ''": {"folder/", "mine.gguf"},
+        "ptq inspect folder --json mi": {"mine.yaml", "mine.txt", "mine.gguf"},
+        "ptq quantize model --data mi": {"mine.yaml", "mine.txt", "mine.gguf"},
         "ptq diff w4_": w4,
         "ptq predict folder --device cu": {"cuda"},
         "ptq bench --st": {"--steps"},
