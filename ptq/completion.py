@@ -79,7 +79,7 @@ def _all_commands() -> argparse.ArgumentParser:
 def _completed_by(
     action: argparse.Action, recipes: dict[str, Any], models: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Recipes, models, folders or files, as an argument's name, help and type tell; else nothing."""
+    """Recipes, models, folders or files, as an argument's name, help and type tell, or nothing."""
     text = action.help or ""
     if action.dest == "recipe" or text.startswith("recipe"):
         return recipes
