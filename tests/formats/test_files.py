@@ -91,3 +91,12 @@ def test_what_is_made_once_needs_a_folder_and_the_error_names_the_setting(tmp_pa
     monkeypatch.setattr(os, "getuid", lambda: 54321)  # a container's user without a name
     with pytest.raises(CheckpointError, match="this user has no home folder. Set PTQ_CACHE"):
         made()
+
+
+def test_who_reads_the_old_file_reads_it_whole(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with path.open("rb") as held:
+        replace_file(path, b"new")
+        assert held.read() == b"old"
+    assert path.read_bytes() == b"new"

@@ -30,11 +30,12 @@ ATTENTIONS = {
 }
 
 
-def run(blocks, *given):
-    """What a launch gives, the same bits by another order of threads and other places."""
-    found = blocks.run(*given)
-    for _ in range(2):
-        assert all(map(torch.equal, blocks.run(*given), found))
+def run(blocks, weights, x, x_scale, residual, *rest):
+    """What a launch gives: the same bits in any order of threads, whatever a launch before it left."""
+    given, others = ((weights, x, x_scale, own, *rest) for own in (residual, -residual))
+    found, other = blocks.run(*given), blocks.run(*others)
+    for again, first in ((others, other), (given, found)):  # in the places of the other rows
+        assert all(map(torch.equal, blocks.run(*again), first))
     return found
 
 
