@@ -228,13 +228,18 @@ def _narrowed(scale: Tensor) -> tuple[Tensor, int]:
     return (half, SCALE_F16) if torch.equal(half.float(), scale) else (scale, SCALE_F32)
 
 
+def _is_mapped(size: int) -> bool:
+    """Whether so many bytes have memory of their own, which the system gives in zeros."""
+    return size >= MAPPED and hasattr(mmap, "MADV_HUGEPAGE")
+
+
 def aligned(size: int) -> Tensor:
     """uint8 [size] whose address is a multiple of 64.
 
     Large ones are mapped, in huge pages where the system allows it: they are read faster, and
     leave no holes between what is allocated and freed while a model is loaded.
     """
-    if size < MAPPED or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not _is_mapped(size):
         raw = torch.empty(size + 64, dtype=torch.uint8)
         return raw.narrow(0, -raw.data_ptr() % 64, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -246,7 +251,7 @@ def aligned(size: int) -> Tensor:
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros on a CPU; large ones take memory only where they are written, if the system allows."""
     size = math.prod(shape) * dtype.itemsize
-    if size < MAPPED or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not _is_mapped(size):
         return torch.zeros(shape, dtype=dtype, device=device)
     return aligned(size).view(dtype).view(shape)
 

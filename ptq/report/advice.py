@@ -28,7 +28,7 @@ from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import override_value
 from ptq.report.attribution import Attribution
-from ptq.report.data import ReportData, known_methods, method_names, recipe_values
+from ptq.report.data import ReportData, known_methods, methods_of, recipe_values
 from ptq.report.inspection import distinct_inputs
 from ptq.report.known import Known, known_figures
 
@@ -98,7 +98,7 @@ def _uneven(data: ReportData) -> str:
     """
     ratios = [row.ratio for row in distinct_inputs(data.outliers) if row.ratio is not None]
     uneven = median(ratios) if ratios else 0.0
-    evened = EVENING & {*method_names(data.recipe).split(", ")}
+    evened = not EVENING.isdisjoint(methods_of(data.recipe))
     if uneven < UNEVEN or evened or own_bits(data).weights > 5:
         return ""
     return (

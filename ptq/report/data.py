@@ -231,15 +231,19 @@ def recipe_values(recipe: str) -> dict:
     return parse(recipe).data
 
 
+def methods_of(recipe: str) -> list[str]:
+    """The methods of a resolved recipe, by name."""
+    return [next(iter(method)) for method in recipe_values(recipe).get("methods", [])]
+
+
 def method_names(recipe: str) -> str:
-    """The methods of a resolved recipe."""
-    methods = recipe_values(recipe).get("methods", [])
-    return ", ".join(next(iter(method)) for method in methods) or "none"
+    """The methods of a resolved recipe, as tables name them."""
+    return ", ".join(methods_of(recipe)) or "none"
 
 
 def known_methods(recipe: str) -> str:
     """Those by which figures of recipes are found: without what they do for few models alone."""
-    return method_names(recipe).replace("shift, ", "")
+    return ", ".join(name for name in methods_of(recipe) if name != "shift") or "none"
 
 
 def failure(check: Check, known: Known | None = None) -> str:

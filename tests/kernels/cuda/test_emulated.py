@@ -15,7 +15,6 @@ from kernels.bench.case import relative
 from kernels.cuda.attention import attention_shape
 from kernels.cuda.fused_block import FusedBlocks
 from tests.kernels.cuda.blocks import EPS, Heads, Integers, Mixture, draw, expected
-from tests.kernels.cuda.emulation import processors  # noqa: F401
 
 pytestmark = [pytest.mark.usefixtures("processors"), pytest.mark.ci]  # seconds each
 unevenly = pytest.mark.parametrize("processors", [8, 7], indirect=True)  # 7 share nothing evenly
