@@ -161,8 +161,8 @@ def markdown(frame: pd.DataFrame) -> str:
     return "\n".join(lines) + "\n"
 
 
-HEIGHT = 6.5  # inches
-APART = 0.029  # of the axis' height, between labels
+HEIGHT = 8.0  # inches
+APART = 0.0235  # of the axis' height, between labels
 COLUMN = 0.03  # of the original's size: points that are nearer share a column of labels
 UNKNOWN = 1.4  # where tools stand whose size nothing tells
 CACHE = "#0f766e"
