@@ -16,7 +16,7 @@ struct Cache {  // and what the attention in front reads beside it
 };
 
 struct Block {
-  const uint4* weight[PRODUCTS];
+  const void* weight[PRODUCTS];
   const u32* scale[PRODUCTS];     // fp32: 4 bits [inputs / 128, outputs], 8 bits [outputs]
   const float* bias[PRODUCTS];    // fp32 [outputs], or null
   const float* static_scale[PRODUCTS];  // of 8-bit inputs; null: by token

@@ -351,7 +351,7 @@ struct Attention {
   }
 
   // Adds up some outputs of what the programs of the head have handed on, and hands these on.
-  __device__ __forceinline__ void merge(const u32* parts, Inner* out, int other) {
+  __device__ __forceinline__ void merge(const u32* parts, Inner* out, float times, int other) {
     const u32* place = parts + (long long)(blockIdx.x - split) * HANDED;
 #pragma unroll
     for (int i = threadIdx.x; i < RESULTS; i += THREADS) {
@@ -380,7 +380,7 @@ struct Attention {
       }
       const float y = sum > 0 ? value * of_v / sum : sum;  // NaN stays, nothing is 0
       const int output = split * MERGED + n;
-      hand_on(out + row * ATTENTION + head * RESULTS + output, inner_bits(y), other);
+      hand_on(out + row * ATTENTION + head * RESULTS + output, inner_bits(y, times), other);
     }
   }
 };

@@ -4,6 +4,7 @@
 //   BITS                            of weights: 4 (bf16 inputs) or 8 (int8 inputs)
 //   ATTENTION, HIDDEN, INNER, QKV   inputs of o, channels, inputs of down, outputs of q/k/v
 //   ZEROS                           1 where the last four bits of a scale are a zero point
+//   KNOWN                           1 where inputs of o and down are int8 by scales that are known
 //   KV_HEADS                        of the attention that it begins with, see attention.cuh, or 0
 //   EXPERTS, CHOSEN                 of a mixture, INNER being that of one; else 0 and 1
 //   ROWS                            tokens, 1 or 2; of a mixture 1
@@ -43,7 +44,9 @@ __host__ __device__ constexpr int groups(int p) {
 }
 __host__ __device__ constexpr int most(int p) { return (groups(p) + PROGRAMS - 1) / PROGRAMS; }
 __host__ __device__ constexpr int chunks(int p) { return (most(p) + CHUNK - 1) / CHUNK; }
-__host__ __device__ constexpr int chunk_start(int p, int i) { return most(p) * i / chunks(p); }
+__host__ __device__ constexpr int chunk_start(int p, int i) {
+  return i < chunks(p) ? CHUNK * i : most(p);
+}
 __host__ __device__ constexpr int turns(int p) {  // of all threads, over a side's outputs
   return (most(p) * GROUP * ROWS + THREADS - 1) / THREADS;
 }
@@ -60,14 +63,27 @@ constexpr int COLUMNS = 2 * ROWS;          // of inputs in a product: high bytes
 typedef float Part;
 typedef u16 Inner;              // bf16, of gate times up, and of attention
 constexpr int FIRST = DEPTH;    // slots that are asked for before attention
-__device__ __forceinline__ Inner inner_bits(float value) { return rounded(value); }
+__device__ __forceinline__ Inner inner_bits(float value, float) { return rounded(value); }
 #else
 constexpr int SLOT = CHUNK * 2048;
 constexpr int COLUMNS = ROWS;
 typedef int Part;
-typedef u32 Inner;  // fp32, as it is quantized
 constexpr int FIRST = 2;
-__device__ __forceinline__ Inner inner_bits(float value) { return __float_as_uint(value); }
+// By what a number is multiplied, as a byte.
+__device__ __forceinline__ u32 quantized(float value, float times) {
+  const float near = fminf(fmaxf(value * times, -127.f), 127.f);
+  return __float_as_uint(near + INTEGER) & 0xffu;
+}
+#if KNOWN
+typedef unsigned char Inner;  // int8, its bits turned so that none of -127 to 127 is blank
+constexpr u32 TURNED = 0x7f7f7f7fu;
+__device__ __forceinline__ Inner inner_bits(float value, float times) {
+  return quantized(value, times) ^ (TURNED & 0xff);
+}
+#else
+typedef u32 Inner;  // fp32, as it is quantized
+__device__ __forceinline__ Inner inner_bits(float value, float) { return __float_as_uint(value); }
+#endif
 #endif
 
 // Hands a value on to all programs; its place in the other set, so many bytes from it, becomes blank.
@@ -100,6 +116,7 @@ struct Memory {
   Part part[WARPS][ROWS][WIDEST];
   float reduced[2][WARPS];
   float score[SCORES][WARPS];  // parts of the router's outputs
+  u32 logit[larger(1, EXPERTS)];
   int expert[WARPS][CHOSEN];   // as each warp has chosen them
   float share[WARPS][CHOSEN];
 };
@@ -121,13 +138,21 @@ __device__ __forceinline__ int owned() {
 // A warp's ring of weights: slots are asked for and taken in one order, over all products.
 struct Ring {
   u32 slots, barriers;        // in shared memory
-  int take, give;             // the slot that is taken, or asked for, next
+  u32 take, give;             // the slot that is taken, or asked for, next
   u32 parity;                 // of the barrier of `take`
   int room;                   // slots that nothing was asked into
-  int product, block, chunk;  // what is asked for next
-  int known;                  // the first product of which it is not known which weights it takes
+  u32 product, block, chunk;  // what is asked for next
+  u32 known;                  // the first product of which it is not known which weights it takes
   u64 policy;
 };
+
+// The scale of a row of int8 inputs, where it is known.
+__device__ __forceinline__ float known_scale(const Block& own, int product, int row) {
+  return own.static_scale[product][own.sinks[product] ? own.sinks[product][row] : 0];
+}
+__device__ __forceinline__ float known_times(const Block& own, int product, int row) {
+  return KNOWN ? __fdiv_rn(1.f, known_scale(own, product, row)) : 1.f;
+}
 
 // What a normed row is multiplied by; `sum` is of the squares that this thread has.
 __device__ __forceinline__ float norm_factor(const Block& own, Memory& memory, float sum, int warp,
@@ -149,49 +174,7 @@ __device__ __forceinline__ float norm_factor(const Block& own, Memory& memory, f
 #include "weights_8_bits.cuh"
 #endif
 
-template <int P>
-__device__ __forceinline__ void ask_for(const Block& own, const Memory& memory, Ring& ring,
-                                        int warp) {
-  const int side = ring.chunk / chunks(P), part = ring.chunk - side * chunks(P);
-  const int start = most(P) * part / chunks(P), end = most(P) * (part + 1) / chunks(P);
-  const int count = min(end, owned<P>()) - start;
-  int group = blockIdx.x * most(P) + start, block = ring.block, expert = 0;
-  if (EXPERTS && (P == GATE_UP || P == DOWN)) {
-    constexpr int EACH = P == DOWN ? INNER / 128 : INNER / GROUP;
-    int& at = P == DOWN ? block : group;
-    const int place = at / EACH;
-    at -= place * EACH;
-    expert = memory.expert[warp][place];
-  }
-  group += side * (outputs(P) / 2 / GROUP);
-  if (elected()) {
-    const u32 barrier = ring.barriers + ring.give * 8;
-    if (groups(P) % PROGRAMS == 0 || count > 0) {
-      expect(barrier, count * (SLOT / CHUNK));
-      copy_chunk<P>(own, ring, ring.slots + ring.give * SLOT, barrier, expert, block, group, count);
-    } else {
-      expect(barrier, 0);
-    }
-  }
-  if (++ring.chunk == chunks(P) * sides(P)) {
-    ring.chunk = 0;
-    ring.block += WARPS;
-    if (ring.block >= blocks(P)) ring.block = warp, ring.product = P + 1;
-  }
-}
-
-// Asks for weights as long as there is room beyond some slots, and it is known which.
-__device__ __forceinline__ void fill(const Block& own, const Memory& memory, Ring& ring,
-                                     int warp, int kept = 0) {
-#pragma unroll 1
-  for (; ring.room > kept && ring.product < ring.known; ring.room--) {
-    if (ring.product == GATE_UP) ask_for<GATE_UP>(own, memory, ring, warp);
-    else if (ring.product == DOWN) ask_for<DOWN>(own, memory, ring, warp);
-    else if (ring.product == O) ask_for<O>(own, memory, ring, warp);
-    else ask_for<NEXT_QKV>(own, memory, ring, warp);
-    if (++ring.give == DEPTH) ring.give = 0;
-  }
-}
+#include "ring.cuh"
 
 // Leaves this warp's part of all outputs that the program owns, both sides of gate and up.
 template <int P>
@@ -212,7 +195,7 @@ __device__ __forceinline__ void multiply(const Block& own, Memory& memory, Ring&
       }
       __syncwarp();
       ring.room++;
-      if (P != GATE_UP || ring.product == P) fill(own, memory, ring, warp);
+      refill<P>(own, memory, ring, warp, lane);
       if (++ring.take == DEPTH) ring.take = 0, ring.parity ^= 1;
     }
   }
@@ -280,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if KV_HEADS
   Attention attention(own.cache, own.eps, memory.attending, warp, lane);
 #else
-  fill(own, memory, ring, warp);
+  fill(own, memory, ring, warp, lane);
 #endif
   const Router router(own, warp, lane);
 
@@ -288,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   wait_for_kernels_ahead();
 #if KV_HEADS
   if (attention.takes()) attention.ask();
-  fill(own, memory, ring, warp, attention.takes() ? DEPTH - FIRST : 0);
+  fill(own, memory, ring, warp, lane, attention.takes() ? DEPTH - FIRST : 0);
 #endif
 
   // Programs hand results on by values that are not blank. Launches take turns with two sets of
@@ -313,10 +296,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32* parts = (u32*)(set + SET - HANDED_IN);
     x = parts + HEAD_PROGRAMS * HANDED;
     if (attention.takes()) {
+      const float times = known_times(own, O, attention.row);
       attention.run(parts, other);
-      attention.merge(parts, (Inner*)x, other);
+      attention.merge(parts, (Inner*)x, times, other);
     }
-    fill(own, memory, ring, warp);
+    fill(own, memory, ring, warp, lane);
     __syncthreads();  // rows are laid where it had its sums
 #endif
     lay_rows<O>(own, memory, x, router, warp, lane);
@@ -329,6 +313,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   {
     const Finish<GATE_UP> finish(own);
+    float times[ROWS];
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) times[row] = known_times(own, DOWN, row);
     lay_rows<GATE_UP>(own, memory, middle, router, warp, lane);
     if (EXPERTS) {
       __syncthreads();
@@ -341,15 +328,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
       choose(own, memory, logits, warp, lane);
       ring.known = PRODUCTS;
-      fill(own, memory, ring, warp);
+      fill(own, memory, ring, warp, lane);
     }
     multiply<GATE_UP>(own, memory, ring, warp, lane);
     for_outputs<GATE_UP>([&](int i, int row, int n, int output) {
       const float gate = finish(memory, i, row, n), up = finish(memory, i, row, n, 1);
       const float inner = gate / (1.f + __expf(-gate)) * up;
-      hand_on(product + row * CHOSEN * INNER + output, inner_bits(inner), other);
+      hand_on(product + row * CHOSEN * INNER + output, inner_bits(inner, times[row]), other);
     });
-    fill(own, memory, ring, warp);  // of down: asked for while others are waited for
+    fill(own, memory, ring, warp, lane);  // of down: asked for while others are waited for
   }
   {
     const Finish<DOWN> finish(own);

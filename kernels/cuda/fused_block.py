@@ -8,7 +8,7 @@ kernels otherwise, eleven of a mixture. What these lose with few tokens is memor
 between two products, each of which asks for its first weights when the one before has ended. Here a
 program on each SM walks through the four products, and asks for weights in one order, into rings in
 shared memory that are filled without regard to where the product is: each warp has a ring of its
-own and copies into it by the bulk copy unit, so that no instruction waits.
+own, and its lanes copy into it. (Bulk copies are no faster.)
 
 - A program owns whole outputs of each product, its warps blocks of 128 inputs. The sums of the
   warps are added in their order; a result does not depend on time.
@@ -20,8 +20,9 @@ own and copies into it by the bulk copy unit, so that no instruction waits.
   two bytes are two columns of a product of 8-bit integers, whose sums are exact. So eight packed
   weights take three instructions, and results differ from those of the single kernels by less
   than bf16 inputs are rounded by.
-- 8-bit weights of 8-bit inputs have the exact sums and the roundings of the single kernels; each
-  program quantizes what it reads, by a scale that is known or by a row's largest element.
+- 8-bit weights of 8-bit inputs have the exact sums and the roundings of the single kernels. What
+  has a scale that is known is handed on as integers; else, and after norms, each program quantizes
+  what it reads.
 - All programs compute some of a router's outputs and hand these on, too; then each chooses the
   experts for itself.
 
@@ -69,6 +70,7 @@ class BlockShape:
         qkv: Outputs of q, k and v together.
         bits: Of weights.
         zeros: Whether weights have zero points.
+        known: Whether inputs of o and of down are int8 by scales that are known.
         experts: Of a mixture; 0 without one.
         chosen: How many of them a token goes to; 1 without.
         heads: Of the attention that the kernel begins with; None where it begins with o.
@@ -80,6 +82,7 @@ class BlockShape:
     qkv: int
     bits: int = 4
     zeros: bool = False
+    known: bool = False
     experts: int = 0
     chosen: int = 1
     heads: AttentionShape | None = None
@@ -116,11 +119,11 @@ class BlockShape:
         slot = CHUNK * GROUP * (BLOCK if self.bits == 8 else BLOCK // 2 + 4)
         choices = 4 * max(1, -(-self.experts // programs)) + 8 * self.chosen
         of_warp = depth * (slot + 8) + 4 * rows * widest + 8 + choices
-        columns = rows if self.bits == 8 else 2 * rows
-        x = max(self.inputs) // BLOCK * columns * BLOCK
+        x = max(self.inputs) * rows * (1 if self.bits == 8 else 2)
         if self.heads is not None:
             x = max(x, self.heads.shared(self.warps))
-        return self.warps * of_warp + x + max(self.inputs) // BLOCK * 8 * rows + 8 * rows + 64
+        of_rows = max(self.inputs) // BLOCK * 8 * rows + 8 * rows + 4 * max(1, self.experts)
+        return self.warps * of_warp + x + of_rows + 64
 
     def values(self, rows: int, programs: int, depth: int) -> dict[str, int]:
         """What the source is compiled with."""
@@ -232,16 +235,17 @@ class BlockWeights:
         own = replace(shape, experts=len(router.weight), chosen=router.chosen)
         return own if right and few and shape.bits == 4 else None
 
-    def _format(self) -> tuple[int, bool] | None:
-        """(bits, whether there are zero points), where the kernel takes weights and inputs."""
+    def _format(self) -> tuple[int, bool, bool] | None:
+        """`bits`, `zeros` and `known`, where the kernel takes weights and inputs."""
         if all(w.family == "w8a8" for w in self.weights):
             whole = all(own.group is own.length is None for own in self.inputs)
-            return (8, False) if whole else None
+            known = all(self.inputs[product].scale is not None for product in (0, 2))
+            return (8, False, known) if whole else None
         found = [w for w in self.weights if isinstance(w, W4A16Weight)]
         zeros = {w.zero_points for w in found}
         alike = len(found) == len(self.weights) and len(zeros) == 1
         right = all(w.group == BLOCK and w.scale.element_size() == 4 for w in found)
-        return (4, zeros.pop()) if alike and right else None
+        return (4, zeros.pop(), False) if alike and right else None
 
 
 class FusedBlocks:
@@ -275,7 +279,7 @@ class FusedBlocks:
         self._shape, self._rows, self._threads = shape, rows, 32 * shape.warps
         values = shape.values(rows, programs, depth)
         self._kernel = CudaKernel(SOURCE, "fused_block", values, values["SHARED"])
-        of_inner = 4 if shape.bits == 8 else 2  # bytes
+        of_inner = 2 if shape.bits == 4 else 1 if shape.known else 4  # bytes
         handed_on = rows * (4 * shape.hidden + of_inner * shape.inputs[2]) + 4 * shape.experts
         if shape.heads is not None:
             splits = shape.heads.splits(rows, programs)

@@ -40,24 +40,27 @@ struct Router {
   }
 };
 
-// Chooses experts by the router's outputs, which all programs hand on; each warp does for itself.
+// Chooses experts by the router's outputs, which all programs hand on. Each warp chooses for itself,
+// but reads some of them only: if all read all, these few lines of memory are what is waited for.
 __device__ __forceinline__ void choose(const Block& own, Memory& memory, const u32* logits,
                                        int warp, int lane) {
   constexpr int EACH = EXPERTS / 32 + 1;
   float logit[EACH];
   u32 key[EACH];  // in the order of logits; 0 for none
-  bool waiting;
-  do {
-    waiting = false;
+  for (int expert = 32 * warp + lane; expert < EXPERTS; expert += THREADS) {
+    u32 bits;
+    do bits = read_now(logits + expert);
+    while (bits == BLANK);
+    memory.logit[expert] = bits;
+  }
+  __syncthreads();
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int expert = lane + 32 * i;
-      const u32 bits = expert < EXPERTS ? read_now(logits + expert) : 0xff800000u;
-      waiting |= bits == BLANK;
-      logit[i] = __uint_as_float(bits);
-      key[i] = bits >> 31 ? ~bits : bits | 0x80000000u;
-    }
-  } while (__any_sync(~0u, waiting));
+  for (int i = 0; i < EACH; i++) {
+    const int expert = lane + 32 * i;
+    const u32 bits = expert < EXPERTS ? memory.logit[expert] : 0xff800000u;
+    logit[i] = __uint_as_float(bits);
+    key[i] = bits >> 31 ? ~bits : bits | 0x80000000u;
+  }
   float first = 0, sum = 0, own_share = 0;
 #pragma unroll 1
   for (int k = 0; k < CHOSEN; k++) {

@@ -54,13 +54,15 @@ __device__ __forceinline__ void write_now(u16* place, u16 bits) {
 __device__ __forceinline__ void write_now(u32* place, u32 bits) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(bits) : "memory");
 }
+__device__ __forceinline__ void write_now(unsigned char* place, unsigned char bits) {
+  asm volatile("st.relaxed.gpu.global.u8 [%0], %1;" ::"l"(place), "r"((u32)bits) : "memory");
+}
+// Whether a byte of a word, or a half of it, is blank.
+__device__ __forceinline__ bool byte_blank(u32 word) {
+  return (~word - 0x01010101u) & word & 0x80808080u;
+}
 __device__ __forceinline__ bool half_blank(u32 pair) {
   return (pair & 0xffffu) == 0xffffu || pair >> 16 == 0xffffu;
-}
-__device__ __forceinline__ bool elected() {
-  u32 own;
-  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(own));
-  return own;
 }
 // Memory of a program that its threads share, all that there is.
 template <typename T>
@@ -73,28 +75,26 @@ __device__ __forceinline__ void wait_for_kernels_ahead() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 }
-// What is read once, by bulk copies.
+// What is read once.
 __device__ __forceinline__ u64 evicted_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// Barriers of bulk copies, each of one arrival.
+// Barriers of what the lanes of a warp copy.
 __device__ __forceinline__ void start_barriers(u32 first, int count) {
   for (int i = 0; i < count; i++) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(first + i * 8) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 32;" ::"r"(first + i * 8) : "memory");
   }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
+// Asks for 16 bytes.
+__device__ __forceinline__ void copy(u32 to, const void* from, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "l"(policy) : "memory");
 }
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
+// Arrives at a barrier when all that the thread has asked for is there.
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
   u32 done;

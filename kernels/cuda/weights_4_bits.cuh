@@ -3,22 +3,24 @@
 // others.
 
 template <int P>
-__device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u32 slot, u32 barrier,
-                                           int expert, int block, int group, int count) {
-  constexpr long long SIZE = (long long)(P == DOWN ? INNER : inputs(P)) * outputs(P);
-  const uint4* tile = own.weight[P] + expert * (SIZE / 32) +
-                      (block * (outputs(P) / 64) + (group >> 2)) * 256;
-  const uint4* first = tile + (group & 3) * 32;
-  const int in_tile = min(count, 4 - (group & 3)), in_next = count - in_tile;
-  copy(slot, first, in_tile * 512, barrier, ring.policy);
-  copy(slot + CHUNK * 512, first + 128, in_tile * 512, barrier, ring.policy);
-  if (in_next > 0) {
-    const u32 after = slot + in_tile * 512;
-    copy(after, tile + 256, in_next * 512, barrier, ring.policy);
-    copy(after + CHUNK * 512, tile + 256 + 128, in_next * 512, barrier, ring.policy);
+__device__ __forceinline__ void copy_chunk(const Block& own, u64 policy, u32 slot, u32 expert,
+                                           u32 block, u32 group, int count, int lane) {
+  constexpr u64 SIZE = (u64)(P == DOWN ? INNER : inputs(P)) * outputs(P);
+  const char* tiles = (const char*)own.weight[P] + expert * (SIZE / 2);
+  const char* scales = (const char*)own.scale[P] + expert * (SIZE / 32);
+  const u32 to = slot + lane * 16;
+#pragma unroll
+  for (int i = 0; i < CHUNK; i++) {
+    const u32 at = (group + i) / 4 * 4096 + (group + i) % 4 * 512;
+    const char* first = tiles + (block * (outputs(P) * 64) + at + lane * 16);
+    if (i < count) {
+      copy(to + i * 512, first, policy);
+      copy(to + (CHUNK + i) * 512, first + 2048, policy);
+    }
   }
-  const u32* scale = own.scale[P] + expert * (SIZE / 128) + block * outputs(P) + group * GROUP;
-  copy(slot + CHUNK * 1024, scale, count * 64, barrier, ring.policy);
+  if (lane < 4 * count) {
+    copy(to + CHUNK * 1024, scales + ((block * outputs(P) + group * GROUP) * 4 + lane * 16), policy);
+  }
 }
 
 // Leaves a block of a row as integers v of 16 bits, x = v unit: bytes of v are columns of a product.
@@ -55,6 +57,7 @@ template <int P>
 __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
                                          const Router& router, int warp, int lane) {
   constexpr int COUNT = own_blocks(P);
+  static_assert(COUNT < 32, "blocks of a warp are bits of a word");
   const int pair = first_pair(lane);
   u32 norm[COUNT][2];
   if (normed(P)) {
@@ -68,46 +71,49 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
   }
 #pragma unroll 1
   for (int row = 0; row < ROWS; row++) {
-    u32 v[COUNT][2];
-    bool waiting;
-    do {
-      waiting = false;
+    u32 v[COUNT][2] = {}, left = (1u << (blocks(P) - warp + WARPS - 1) / WARPS) - 1;
+    while (left) {  // blocks that are not there
 #pragma unroll
       for (int i = 0; i < COUNT; i++) {
+        if (!(left >> i & 1)) continue;
+        const u16* place = (const u16*)x + row * inputs(P) + (warp + i * WARPS) * 128 + pair;
+        v[i][0] = read_now(place), v[i][1] = read_now(place + 64);
+      }
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+        const bool blank = half_blank(v[i][0]) || half_blank(v[i][1]);
+        if (!(left >> i & 1) || (P != O || KV_HEADS) && __any_sync(~0u, blank)) continue;
+        left ^= 1u << i;
+        if (normed(P)) continue;
         const int block = warp + i * WARPS;
-        const u16* place = (const u16*)x + row * inputs(P) + block * 128 + pair;
-        v[i][0] = block < blocks(P) ? read_now(place) : 0;
-        v[i][1] = block < blocks(P) ? read_now(place + 64) : 0;
+        const bool expert = EXPERTS && P == DOWN;
+        const float share = expert ? memory.share[warp][min(block / (INNER / 128), CHOSEN - 1)] : 1.f;
+        lay_block(memory, v[i][0], v[i][1], block, row, lane, share);
       }
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) waiting |= half_blank(v[i][0]) || half_blank(v[i][1]);
-    } while ((P != O || KV_HEADS) && __any_sync(~0u, waiting));
-    if (normed(P)) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          sum += low(v[i][j]) * low(v[i][j]) + high(v[i][j]) * high(v[i][j]);
-        }
-      }
-      const float factor = norm_factor(own, memory, sum, warp, lane);
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          v[i][j] = rounded_pair(low(v[i][j]) * factor * low(norm[i][j]),
-                                 high(v[i][j]) * factor * high(norm[i][j]));
-        }
-      }
-      if constexpr (EXPERTS > 0 && P == GATE_UP) router.score(memory, v, warp, lane);
     }
+    if (!normed(P)) continue;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        sum += low(v[i][j]) * low(v[i][j]) + high(v[i][j]) * high(v[i][j]);
+      }
+    }
+    const float factor = norm_factor(own, memory, sum, warp, lane);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        v[i][j] = rounded_pair(low(v[i][j]) * factor * low(norm[i][j]),
+                               high(v[i][j]) * factor * high(norm[i][j]));
+      }
+    }
+    if constexpr (EXPERTS > 0 && P == GATE_UP) router.score(memory, v, warp, lane);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
       const int block = warp + i * WARPS;
-      const bool expert = EXPERTS && P == DOWN;
-      const float share = expert ? memory.share[warp][min(block / (INNER / 128), CHOSEN - 1)] : 1.f;
-      if (block < blocks(P)) lay_block(memory, v[i][0], v[i][1], block, row, lane, share);
+      if (block < blocks(P)) lay_block(memory, v[i][0], v[i][1], block, row, lane, 1.f);
     }
   }
   __syncwarp();

@@ -3,11 +3,19 @@
 
 constexpr float LEAST_SCALE = 0x1p-60f;  // of a row of zeros, as kernels.numerics has it
 
+// Where 16 bytes of a row of 128 are in a slot: rows in turns, so that lanes read from all banks.
+__device__ __forceinline__ int swapped(int row, int place) { return place ^ (row & 1) * 64; }
+
 template <int P>
-__device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u32 slot, u32 barrier,
-                                           int, int block, int group, int count) {
-  const uint4* first = own.weight[P] + ((long long)block * outputs(P) + group * GROUP) * 8;
-  copy(slot, first, count * 2048, barrier, ring.policy);
+__device__ __forceinline__ void copy_chunk(const Block& own, u64 policy, u32 slot, u32, u32 block,
+                                           u32 group, int count, int lane) {
+  const u32 at = (block * outputs(P) + group * GROUP) * 128 + lane * 16;
+  const char* first = (const char*)own.weight[P] + at;
+  const u32 to = slot + lane / 8 * 128 + swapped(lane / 8, lane % 8 * 16);
+#pragma unroll
+  for (int i = 0; i < CHUNK * 4; i++) {
+    if (i < count * 4) copy(to + i * 512, first + i * 512, policy);
+  }
 }
 
 // The largest of numbers that are not negative, over all warps.
@@ -21,16 +29,34 @@ __device__ __forceinline__ float largest(Memory& memory, float value, int warp, 
   return found;
 }
 
-__device__ __forceinline__ u32 quantized(float value, float times) {
-  const float near = fminf(fmaxf(value * times, -127.f), 127.f);
-  return __float_as_uint(near + INTEGER) & 0xffu;
+#if KNOWN
+// Leaves what programs have handed on as integers, block by block.
+template <int P>
+__device__ __forceinline__ void lay_integers(const Block& own, Memory& memory, const void* x,
+                                             int row, int warp, int lane) {
+  u32 left = (1u << (blocks(P) - warp + WARPS - 1) / WARPS) - 1, bits[own_blocks(P)];
+  if (warp == 0 && lane == 0) memory.scale[P & 1][row] = known_scale(own, P, row);
+  while (left) {  // blocks that are not there
+#pragma unroll
+    for (int i = 0; i < own_blocks(P); i++) {
+      const int at = row * inputs(P) + (warp + i * WARPS) * 128 + lane * 4;
+      if (left >> i & 1) bits[i] = read_now((const char*)x + at);
+    }
+#pragma unroll
+    for (int i = 0; i < own_blocks(P); i++) {
+      if (!(left >> i & 1) || __any_sync(~0u, byte_blank(bits[i]))) continue;
+      left ^= 1u << i;
+      memory.x[warp + i * WARPS][row][lane] = bits[i] ^ TURNED;
+    }
+  }
 }
+#endif
 
 // Leaves the blocks of rows that this warp multiplies, once they are there, quantized by a scale
 // that is known or by the largest of a row; that and norms are of all warps.
 template <int P>
-__device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
-                                         const Router&, int warp, int lane) {
+__device__ __forceinline__ void lay_rows(const Block& own, Memory& memory,
+                                         const void* x, const Router&, int warp, int lane) {
   constexpr int COUNT = own_blocks(P);
   u32 norm[COUNT][2];
   if (normed(P)) {
@@ -51,9 +77,15 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
         const char* place = (const char*)x + row * inputs(P) + block * 128 + lane * 4;
         if (block < blocks(P)) memory.x[block][row][lane] = read_now(place);
       }
-      if (threadIdx.x == 0) memory.scale[P & 1][row] = own.x_scale[own.x_scaled * row];
+      if (warp == 0 && lane == 0) memory.scale[P & 1][row] = own.x_scale[own.x_scaled * row];
       continue;
     }
+#if KNOWN
+    if (!normed(P)) {
+      lay_integers<P>(own, memory, x, row, warp, lane);
+      continue;
+    }
+#endif
     float y[COUNT][4], top = 0, fault = 0;
     u32 bits[COUNT][4];
     bool waiting;
@@ -101,7 +133,7 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
     }
     float scale;
     if (own.static_scale[P]) {
-      scale = own.static_scale[P][own.sinks[P] ? own.sinks[P][row] : 0];
+      scale = known_scale(own, P, row);
     } else {
 #pragma unroll
       for (int i = 0; i < COUNT; i++) {
@@ -110,7 +142,7 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
       }
       scale = fmaxf(__fdiv_rn(largest(memory, top, warp, lane), 127.f), LEAST_SCALE);
     }
-    if (threadIdx.x == 0) memory.scale[P & 1][row] = scale + fault;
+    if (warp == 0 && lane == 0) memory.scale[P & 1][row] = scale + fault;
     const float times = __fdiv_rn(1.f, scale);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
@@ -143,9 +175,11 @@ struct Sums {
   int sum[sides(P) * most(P)][4] = {};
 
   __device__ __forceinline__ void add(int to, const char* slot, int i, const Inputs& x, int lane) {
-    const char* place = slot + i * 2048 + (lane >> 2) * 128 + (lane & 3) * 16;
+    const int row = lane >> 2, t = lane & 3;
+    const char* rows = slot + i * 2048 + row * 128;  // this one, and the one 8 further on
+    const char *place = rows + swapped(row, t * 16), *next = rows + swapped(row, t * 16 + 64);
     const uint4 a = *(const uint4*)place, b = *(const uint4*)(place + 1024);
-    const uint4 c = *(const uint4*)(place + 64), d = *(const uint4*)(place + 1024 + 64);
+    const uint4 c = *(const uint4*)next, d = *(const uint4*)(next + 1024);
     multiply_signed(sum[to], a.x, b.x, a.y, b.y, x.x0.x, x.x0.y);
     multiply_signed(sum[to], a.z, b.z, a.w, b.w, x.x0.z, x.x0.w);
     multiply_signed(sum[to], c.x, d.x, c.y, d.y, x.x1.x, x.x1.y);

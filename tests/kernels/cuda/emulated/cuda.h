@@ -53,11 +53,13 @@ struct Program {
   u32 turn = 0;
 };
 struct Write { void* place; u32 bits; int size, delay; };
-struct Copy { char* to; const char* from; u32 bytes; u64* barrier; int delay; };
+struct Copy { char* to; const char* from; int delay, *asked; };  // 16 bytes
+struct Arrival { u32* barrier; int* asked; };
 struct Thread {
   ucontext_t start;
   jmp_buf at;  // where it waits
   std::vector<Write> writes;
+  int asked = 0;  // copies that are not there
   bool started = false, done = false;
 };
 struct Place { int x; };
@@ -66,6 +68,7 @@ inline Warp warps[COUNT / LANES];
 inline Program programs[PROGRAMS];
 inline Thread threads[COUNT];
 inline std::vector<Copy> copies;
+inline std::vector<Arrival> arrivals;
 inline jmp_buf scheduler;
 inline int now;        // the thread that runs
 inline char* arena;    // shared memory of all programs
@@ -100,15 +103,6 @@ const u32 (*exchanged(Words... words))[6] {
   return place;
 }
 
-// A barrier's word: bytes that are still to come, 1 where the arrival is, and the phase.
-inline void advance(u64* barrier, int bytes, bool arrives) {
-  int left = (int)*barrier + bytes;
-  u32 rest = (u32)(*barrier >> 32);
-  if (arrives) rest &= ~1u;
-  if (left == 0 && !(rest & 1)) rest = (rest ^ 2) | 1;
-  *barrier = (u64)rest << 32 | (u32)left;
-}
-
 // Lets what is due of a thread's writes take effect, or all.
 inline void settle(Thread& own, bool all) {
   auto& writes = own.writes;
@@ -129,10 +123,16 @@ inline void settle_copies() {
       copies[kept++] = own;
       continue;
     }
-    std::memcpy(own.to, own.from, own.bytes);
-    advance(own.barrier, -(int)own.bytes, false);
+    std::memcpy(own.to, own.from, 16);
+    --*own.asked;
   }
   copies.resize(kept);
+  kept = 0;
+  for (Arrival& own : arrivals) {
+    if (*own.asked) arrivals[kept++] = own;
+    else if (++own.barrier[0] % LANES == 0) own.barrier[1] ^= 1;  // arrivals, and the phase
+  }
+  arrivals.resize(kept);
 }
 
 // Runs a kernel whose programs share so many bytes each; gives whether it ends within some rounds.
@@ -145,13 +145,13 @@ inline bool run(void (*body)(), size_t shared, u64 seed, long rounds) {
   std::memset(arena, 0xa5, all);
   for (int i = 0; i < PROGRAMS; i++) programs[i] = {arena + i * own};
   for (Warp& warp : warps) warp = Warp();
-  copies.clear();
+  copies.clear(), arrivals.clear();
   for (int i = 0; i < COUNT; i++) {
     Thread& thread = threads[i];
     getcontext(&thread.start);
     thread.start.uc_stack.ss_sp = stacks + (size_t)i * STACK;
     thread.start.uc_stack.ss_size = STACK;
-    thread.started = thread.done = false;
+    thread.started = thread.done = false, thread.asked = 0;
     makecontext(&thread.start, body, 0);
   }
   int left = COUNT;
@@ -282,6 +282,10 @@ inline u32 half_difference(u32 a, u32 b) {
 inline u32 shared_address(const void* place) {
   return (u32)((const char*)place - emulation::arena);
 }
+inline bool byte_blank(u32 word) {
+  for (int i = 0; i < 4; i++) if ((word >> 8 * i & 0xff) == 0xff) return true;
+  return false;
+}
 inline bool half_blank(u32 pair) { return (pair & 0xffffu) == 0xffffu || pair >> 16 == 0xffffu; }
 inline u32 read_now(const void* place) {
   u32 bits;
@@ -303,25 +307,26 @@ void write_now(T* place, T bits) {
   const int most = bits == (T)~0u ? 1 << 20 : 4;
   writes.push_back({place, (u32)bits, (int)sizeof(T), (int)(emulation::drawn() % most)});
 }
-inline bool elected() { return emulation::now % 32 == 0; }
 template <typename T>
 T& shared_memory() { return *(T*)emulation::programs[blockIdx.x].memory; }
 inline void wait_for_kernels_ahead() {}
 inline u64 evicted_first() { return 0; }
 inline void start_barriers(u32 first, int count) {
-  for (int i = 0; i < count; i++) ((u64*)(emulation::arena + first))[i] = 1ull << 32;
+  for (int i = 0; i < count; i++) ((u64*)(emulation::arena + first))[i] = 0;
 }
-inline void copy(u32 to, const void* from, u32 bytes, u32 barrier, u64) {
-  u64* own = (u64*)(emulation::arena + barrier);
+inline void copy(u32 to, const void* from, u64) {
+  int* asked = &emulation::threads[emulation::now].asked;
+  ++*asked;
   emulation::copies.push_back(
-      {emulation::arena + to, (const char*)from, bytes, own, (int)(emulation::drawn() % 16)});
+      {emulation::arena + to, (const char*)from, (int)(emulation::drawn() % 16), asked});
 }
-inline void expect(u32 barrier, u32 bytes) {
-  emulation::advance((u64*)(emulation::arena + barrier), (int)bytes, true);
+inline void arrive_when_copied(u32 barrier) {
+  int* asked = &emulation::threads[emulation::now].asked;
+  emulation::arrivals.push_back({(u32*)(emulation::arena + barrier), asked});
 }
 inline void wait_for(u32 barrier, u32 parity) {
-  const volatile u64* own = (u64*)(emulation::arena + barrier);
-  while ((*own >> 33 & 1) == parity) emulation::wait();
+  const volatile u32* own = (u32*)(emulation::arena + barrier);
+  while (own[1] == parity) emulation::wait();
 }
 inline float warp_sum(float value) {
   for (int far = 16; far; far /= 2) value += __shfl_xor_sync(~0u, value, far);
