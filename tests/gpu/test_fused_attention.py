@@ -91,8 +91,8 @@ def test_a_block_with_its_attention_equals_single_kernels(case):
 def test_a_block_of_integers_with_its_attention_equals_single_kernels(lengths, static):
     torch.manual_seed(0)
     own = Case(2048, 8, 4, 64, 8, lengths, True)
-    known = torch.tensor([0.004], device="cuda") if static else None
-    formats = [InputFormat(torch.int8, known), *[InputFormat(torch.int8)] * 3]
+    known, of_down = (torch.tensor([x], device="cuda") if static else None for x in (0.004, 0.02))
+    formats = [InputFormat(torch.int8, scale) for scale in (known, None, of_down, None)]
     packed = []
     for n, k in ((2048, 2048), (2 * 4096, 2048), (2048, 4096), (3072, 2048)):
         q = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda")
