@@ -44,10 +44,11 @@ __device__ __forceinline__ void fill(const Block& own, const Memory& memory, Rin
 template <int P>
 __device__ __forceinline__ void refill(const Block& own, const Memory& memory, Ring& ring, int warp,
                                        int lane) {
+  constexpr int NEXT = P == GATE_UP || P == NEXT_QKV ? P : P + 1;
 #pragma unroll 1
   while (ring.room > 0 && ring.product < ring.known) {
     if (ring.product == P) ask_for<P>(own, memory, ring, warp, lane);
-    else if (P != GATE_UP && ring.product == P + 1) ask_for<P + 1>(own, memory, ring, warp, lane);
+    else if (ring.product == NEXT) ask_for<NEXT>(own, memory, ring, warp, lane);
     else break;
   }
 }
