@@ -114,7 +114,7 @@ struct Memory {
   float scale[2][ROWS];        // of 8 bits: what inputs of this product and of the next count in
   u64 barrier[WARPS][DEPTH];
   Part part[WARPS][ROWS][WIDEST];
-  float reduced[2][WARPS];
+  float squares[WARPS], tops[ROWS][WARPS];
   float score[SCORES][WARPS];  // parts of the router's outputs
   u32 logit[larger(1, EXPERTS)];
   int expert[WARPS][CHOSEN];   // as each warp has chosen them
@@ -158,11 +158,11 @@ __device__ __forceinline__ float known_times(const Block& own, int product, int 
 __device__ __forceinline__ float norm_factor(const Block& own, Memory& memory, float sum, int warp,
                                              int lane) {
   sum = warp_sum(sum);
-  if (lane == 0) memory.reduced[0][warp] = sum;
+  if (lane == 0) memory.squares[warp] = sum;
   __syncthreads();
   sum = 0;
 #pragma unroll
-  for (int i = 0; i < WARPS; i++) sum += memory.reduced[0][i];
+  for (int i = 0; i < WARPS; i++) sum += memory.squares[i];
   if (ROWS > 1) __syncthreads();
   return rsqrtf(sum / HIDDEN + own.eps);
 }

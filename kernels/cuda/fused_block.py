@@ -118,7 +118,7 @@ class BlockShape:
         widest = GROUP * max(most[0], 2 * most[1], most[3])
         slot = CHUNK * GROUP * (BLOCK if self.bits == 8 else BLOCK // 2 + 4)
         choices = 4 * max(1, -(-self.experts // programs)) + 8 * self.chosen
-        of_warp = depth * (slot + 8) + 4 * rows * widest + 8 + choices
+        of_warp = depth * (slot + 8) + 4 * rows * widest + 4 + 4 * rows + choices
         x = max(self.inputs) * rows * (1 if self.bits == 8 else 2)
         if self.heads is not None:
             x = max(x, self.heads.shared(self.warps))

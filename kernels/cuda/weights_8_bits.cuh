@@ -18,14 +18,14 @@ __device__ __forceinline__ void copy_chunk(const Block& own, u64 policy, u32 slo
   }
 }
 
-// The largest of numbers that are not negative, over all warps.
-__device__ __forceinline__ float largest(Memory& memory, float value, int warp, int lane) {
+// The largest of a row's numbers that are not negative, over all warps.
+__device__ __forceinline__ float largest(Memory& memory, float value, int row, int warp, int lane) {
   const u32 bits = __reduce_max_sync(~0u, __float_as_uint(value));
-  if (lane == 0) memory.reduced[1][warp] = __uint_as_float(bits);
+  if (lane == 0) memory.tops[row][warp] = __uint_as_float(bits);
   __syncthreads();
   float found = 0;
 #pragma unroll
-  for (int i = 0; i < WARPS; i++) found = fmaxf(found, memory.reduced[1][i]);
+  for (int i = 0; i < WARPS; i++) found = fmaxf(found, memory.tops[row][i]);
   return found;
 }
 
@@ -140,7 +140,7 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory,
 #pragma unroll
         for (int j = 0; j < 4; j++) top = fmaxf(top, fabsf(y[i][j]));
       }
-      scale = fmaxf(__fdiv_rn(largest(memory, top, warp, lane), 127.f), LEAST_SCALE);
+      scale = fmaxf(__fdiv_rn(largest(memory, top, row, warp, lane), 127.f), LEAST_SCALE);
     }
     if (warp == 0 && lane == 0) memory.scale[P & 1][row] = scale + fault;
     const float times = __fdiv_rn(1.f, scale);
