@@ -2,10 +2,10 @@
 
 Steps of one or two tokens on Hopper, of one where there is a mixture of experts; of blocks without
 norms after their sub-layers whose linear layers hold 4-bit weights in groups of 128 inputs and take
-bf16 rows, or int8 weights and rows: `kernels.cuda.fused_block`. It begins with the rotation of q
-and k, the write to the cache and attention where `kernels.cuda.attention` takes these, else with
-the o layer. All other blocks and steps run kernel by kernel (`inference.gpu.decoder`), as do steps
-whose tokens have the same bits in any step.
+bf16 rows, or int8 weights and rows: `kernels.cuda.fused_block`. With one token it begins with the
+rotation of q and k, the write to the cache and attention, where `kernels.cuda.attention` takes
+these, else with the o layer. All other blocks and steps run kernel by kernel
+(`inference.gpu.decoder`), as do steps whose tokens have the same bits in any step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FusedLayers:
 
     def _with_attention(self, block: int, own: Attention) -> FusedBlocks | None:
         weights = self._blocks[block]
-        if weights is None:
+        if weights is None or len(own.qkv) > 1:  # a draft, which sees what is not in the cache yet
             return None
         heads = attention_shape(own.inputs, weights.o.size[1] // own.inputs.pool.k.shape[-1])
         return None if heads is None else self._kernel(block, len(own.qkv), heads)

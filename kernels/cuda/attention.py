@@ -83,7 +83,7 @@ class CacheArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one new token of each sequence.
+    """Attention of one new token of each sequence, no two of which share a page that is not full.
 
     Attributes:
         qkv: What the layer of q, k and v gives, bf16 [rows, outputs].

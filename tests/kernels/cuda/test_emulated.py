@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
+from inference.gpu.fused import FusedLayers
 from kernels.bench.case import relative
 from kernels.cuda.attention import attention_shape
 from kernels.cuda.fused_block import FusedBlocks
@@ -109,6 +110,15 @@ def test_a_block_of_integers_with_its_attention_equals_it(kind):
     blocks = FusedBlocks(given, 2, CPU)
     found = run(blocks, own.weights, heads.attention(), None, own.residual, EPS)
     check(found, own.expected(), 3e-2, 4e-2)  # an integer of the rows is another one now and then
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_attention_of_a_token_and_its_draft_is_left_to_single_kernels(rows):
+    heads = Heads(1024, 4, 4, 64, 8, [200, 201][:rows], False, "cpu")
+    layers = FusedLayers([], torch.bfloat16, CPU)
+    layers._blocks = [draw((1024, 1024, 1024, 1536), "cpu")[0]]
+    assert layers.attends(0, heads.attention(), None) == (rows == 1)
+    assert layers.takes(0, torch.empty(rows, 1024), None)
 
 
 def test_numbers_that_are_not_finite_go_through_and_do_not_stay():
