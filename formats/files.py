@@ -289,7 +289,7 @@ def made_once(kind: str, stem: str, seen: str, make: Callable[[Path], object]) -
 
 
 def _cache_folder() -> Path:
-    """As of `kernels.cpu.native`, which stands beside this package and cannot be asked."""
+    """As of `kernels.cpu.native`, which this package does not import."""
     if own := os.environ.get("PTQ_CACHE"):
         return Path(own)
     try:

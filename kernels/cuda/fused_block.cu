@@ -4,7 +4,7 @@
 //   BITS                            of weights: 4 (bf16 inputs) or 8 (int8 inputs)
 //   ATTENTION, HIDDEN, INNER, QKV   inputs of o, channels, inputs of down, outputs of q/k/v
 //   ZEROS                           1 where the last four bits of a scale are a zero point
-//   KNOWN                           1 where inputs of o and down are int8 by scales that are known
+//   STATIC                          1 where inputs of o and of down are int8 by static scales
 //   KV_HEADS                        of the attention that it begins with, see attention.cuh, or 0
 //   EXPERTS, CHOSEN                 of a mixture, INNER being that of one; else 0 and 1
 //   ROWS                            tokens, 1 or 2; of a mixture 1
@@ -69,12 +69,12 @@ constexpr int SLOT = CHUNK * 2048;
 constexpr int COLUMNS = ROWS;
 typedef int Part;
 constexpr int FIRST = 2;
-// By what a number is multiplied, as a byte.
+// A number times a factor, as an int8 in the last byte.
 __device__ __forceinline__ u32 quantized(float value, float times) {
   const float near = fminf(fmaxf(value * times, -127.f), 127.f);
   return __float_as_uint(near + INTEGER) & 0xffu;
 }
-#if KNOWN
+#if STATIC
 typedef unsigned char Inner;  // int8, its bits turned so that none of -127 to 127 is blank
 constexpr u32 TURNED = 0x7f7f7f7fu;
 __device__ __forceinline__ Inner inner_bits(float value, float times) {
@@ -146,12 +146,19 @@ struct Ring {
   u64 policy;
 };
 
-// The scale of a row of int8 inputs, where it is known.
-__device__ __forceinline__ float known_scale(const Block& own, int product, int row) {
+// The static scale of a row of int8 inputs; and by what the row is multiplied where all have one.
+__device__ __forceinline__ float static_scale_of(const Block& own, int product, int row) {
   return own.static_scale[product][own.sinks[product] ? own.sinks[product][row] : 0];
 }
-__device__ __forceinline__ float known_times(const Block& own, int product, int row) {
-  return KNOWN ? __fdiv_rn(1.f, known_scale(own, product, row)) : 1.f;
+__device__ __forceinline__ float static_times_of(const Block& own, int product, int row) {
+  return STATIC ? __fdiv_rn(1.f, static_scale_of(own, product, row)) : 1.f;
+}
+
+// The blocks of a row that a warp multiplies, a bit each.
+template <int P>
+__device__ __forceinline__ u32 own_bits(int warp) {
+  static_assert(own_blocks(P) < 32, "blocks of a warp are bits of a word");
+  return (1u << (blocks(P) - warp + WARPS - 1) / WARPS) - 1;
 }
 
 // What a normed row is multiplied by; `sum` is of the squares that this thread has.
@@ -296,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32* parts = (u32*)(set + SET - HANDED_IN);
     x = parts + HEAD_PROGRAMS * HANDED;
     if (attention.takes()) {
-      const float times = known_times(own, O, attention.row);
+      const float times = static_times_of(own, O, attention.row);
       attention.run(parts, other);
       attention.merge(parts, (Inner*)x, times, other);
     }
@@ -315,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Finish<GATE_UP> finish(own);
     float times[ROWS];
 #pragma unroll
-    for (int row = 0; row < ROWS; row++) times[row] = known_times(own, DOWN, row);
+    for (int row = 0; row < ROWS; row++) times[row] = static_times_of(own, DOWN, row);
     lay_rows<GATE_UP>(own, memory, middle, router, warp, lane);
     if (EXPERTS) {
       __syncthreads();

@@ -21,7 +21,7 @@ own, and its lanes copy into it. (Bulk copies are no faster.)
   weights take three instructions, and results differ from those of the single kernels by less
   than bf16 inputs are rounded by.
 - 8-bit weights of 8-bit inputs have the exact sums and the roundings of the single kernels. What
-  has a scale that is known is handed on as integers; else, and after norms, each program quantizes
+  has a static scale is handed on as integers; else, and after norms, each program quantizes
   what it reads.
 - All programs compute some of a router's outputs and hand these on, too; then each chooses the
   experts for itself.
@@ -70,7 +70,7 @@ class BlockShape:
         qkv: Outputs of q, k and v together.
         bits: Of weights.
         zeros: Whether weights have zero points.
-        known: Whether inputs of o and of down are int8 by scales that are known.
+        static: Whether inputs of o and of down are int8 by static scales.
         experts: Of a mixture; 0 without one.
         chosen: How many of them a token goes to; 1 without.
         heads: Of the attention that the kernel begins with; None where it begins with o.
@@ -82,7 +82,7 @@ class BlockShape:
     qkv: int
     bits: int = 4
     zeros: bool = False
-    known: bool = False
+    static: bool = False
     experts: int = 0
     chosen: int = 1
     heads: AttentionShape | None = None
@@ -236,11 +236,11 @@ class BlockWeights:
         return own if right and few and shape.bits == 4 else None
 
     def _format(self) -> tuple[int, bool, bool] | None:
-        """`bits`, `zeros` and `known`, where the kernel takes weights and inputs."""
+        """`bits`, `zeros` and `static`, where the kernel takes weights and inputs."""
         if all(w.family == "w8a8" for w in self.weights):
             whole = all(own.group is own.length is None for own in self.inputs)
-            known = all(self.inputs[product].scale is not None for product in (0, 2))
-            return (8, False, known) if whole else None
+            static = all(self.inputs[product].scale is not None for product in (0, 2))
+            return (8, False, static) if whole else None
         found = [w for w in self.weights if isinstance(w, W4A16Weight)]
         zeros = {w.zero_points for w in found}
         alike = len(found) == len(self.weights) and len(zeros) == 1
@@ -279,7 +279,7 @@ class FusedBlocks:
         self._shape, self._rows, self._threads = shape, rows, 32 * shape.warps
         values = shape.values(rows, programs, depth)
         self._kernel = CudaKernel(SOURCE, "fused_block", values, values["SHARED"])
-        of_inner = 2 if shape.bits == 4 else 1 if shape.known else 4  # bytes
+        of_inner = 2 if shape.bits == 4 else 1 if shape.static else 4  # bytes
         handed_on = rows * (4 * shape.hidden + of_inner * shape.inputs[2]) + 4 * shape.experts
         if shape.heads is not None:
             splits = shape.heads.splits(rows, programs)

@@ -57,7 +57,6 @@ template <int P>
 __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
                                          const Router& router, int warp, int lane) {
   constexpr int COUNT = own_blocks(P);
-  static_assert(COUNT < 32, "blocks of a warp are bits of a word");
   const int pair = first_pair(lane);
   u32 norm[COUNT][2];
   if (normed(P)) {
@@ -71,8 +70,8 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
   }
 #pragma unroll 1
   for (int row = 0; row < ROWS; row++) {
-    u32 v[COUNT][2] = {}, left = (1u << (blocks(P) - warp + WARPS - 1) / WARPS) - 1;
-    while (left) {  // blocks that are not there
+    u32 v[COUNT][2] = {}, left = own_bits<P>(warp);
+    while (left) {
 #pragma unroll
       for (int i = 0; i < COUNT; i++) {
         if (!(left >> i & 1)) continue;

@@ -29,14 +29,14 @@ __device__ __forceinline__ float largest(Memory& memory, float value, int row, i
   return found;
 }
 
-#if KNOWN
+#if STATIC
 // Leaves what programs have handed on as integers, block by block.
 template <int P>
 __device__ __forceinline__ void lay_integers(const Block& own, Memory& memory, const void* x,
                                              int row, int warp, int lane) {
-  u32 left = (1u << (blocks(P) - warp + WARPS - 1) / WARPS) - 1, bits[own_blocks(P)];
-  if (warp == 0 && lane == 0) memory.scale[P & 1][row] = known_scale(own, P, row);
-  while (left) {  // blocks that are not there
+  u32 bits[own_blocks(P)], left = own_bits<P>(warp);
+  if (warp == 0 && lane == 0) memory.scale[P & 1][row] = static_scale_of(own, P, row);
+  while (left) {
 #pragma unroll
     for (int i = 0; i < own_blocks(P); i++) {
       const int at = row * inputs(P) + (warp + i * WARPS) * 128 + lane * 4;
@@ -55,8 +55,8 @@ __device__ __forceinline__ void lay_integers(const Block& own, Memory& memory, c
 // Leaves the blocks of rows that this warp multiplies, once they are there, quantized by a scale
 // that is known or by the largest of a row; that and norms are of all warps.
 template <int P>
-__device__ __forceinline__ void lay_rows(const Block& own, Memory& memory,
-                                         const void* x, const Router&, int warp, int lane) {
+__device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
+                                         const Router&, int warp, int lane) {
   constexpr int COUNT = own_blocks(P);
   u32 norm[COUNT][2];
   if (normed(P)) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory,
       if (warp == 0 && lane == 0) memory.scale[P & 1][row] = own.x_scale[own.x_scaled * row];
       continue;
     }
-#if KNOWN
+#if STATIC
     if (!normed(P)) {
       lay_integers<P>(own, memory, x, row, warp, lane);
       continue;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory,
     }
     float scale;
     if (own.static_scale[P]) {
-      scale = known_scale(own, P, row);
+      scale = static_scale_of(own, P, row);
     } else {
 #pragma unroll
       for (int i = 0; i < COUNT; i++) {

@@ -25,8 +25,8 @@ SHAPES = {
     "the same in int8": BlockShape(
         4096, 4096, 14336, 6144, bits=8, heads=AttentionShape(8, 4, 128, 8)
     ),
-    "the same with scales that are known": BlockShape(
-        4096, 4096, 14336, 6144, bits=8, known=True, heads=AttentionShape(8, 4, 128, 8)
+    "the same with static scales": BlockShape(
+        4096, 4096, 14336, 6144, bits=8, static=True, heads=AttentionShape(8, 4, 128, 8)
     ),
     "TinyLlama in int8 with attention": BlockShape(
         2048, 2048, 5632, 2560, bits=8, heads=AttentionShape(4, 8, 64, 16)

@@ -15,15 +15,7 @@ from inference.gpu.fused import FusedLayers
 from kernels.bench.case import relative
 from kernels.cuda.attention import attention_shape
 from kernels.cuda.fused_block import FusedBlocks
-from tests.kernels.cuda.blocks import (
-    EPS,
-    Heads,
-    Integers,
-    Mixture,
-    draw,
-    expected,
-    in_int8,
-)
+from tests.kernels.cuda.blocks import EPS, Heads, Integers, Mixture, draw, expected, in_int8
 
 pytestmark = [pytest.mark.usefixtures("processors"), pytest.mark.ci]  # seconds each
 unevenly = pytest.mark.parametrize("processors", [8, 7], indirect=True)  # 7 share nothing evenly
