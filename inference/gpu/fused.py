@@ -1,8 +1,8 @@
 """Which blocks of a decoder run in one kernel, to the next block's q/k/v.
 
-Steps of one or two tokens on Hopper, of one where there is a mixture of experts; of blocks without
-norms after their sub-layers whose linear layers hold 4-bit weights in groups of 128 inputs and take
-bf16 rows, or int8 weights and rows: `kernels.cuda.fused_block`. With one token it begins with the
+Steps of up to four tokens on Hopper, of one where there is a mixture of experts; of blocks without
+norms after their sub-layers whose linear layers hold 4-bit weights in groups of 128 inputs or bf16
+ones and take bf16 rows, or int8 weights and rows: `kernels.cuda.fused_block`. It begins with the
 rotation of q and k, the write to the cache and attention, where `kernels.cuda.attention` takes
 these, else with the o layer. All other blocks and steps run kernel by kernel
 (`inference.gpu.decoder`), as do steps whose tokens have the same bits in any step.
@@ -24,14 +24,8 @@ from inference.gpu.layers import GpuLinear
 from inference.models.layers import MixtureOfExperts
 from inference.models.parts import Layer
 from kernels.cuda.attention import Attention, AttentionShape, attention_shape
-from kernels.cuda.fused_block import (
-    MOST_ROWS,
-    BlockShape,
-    BlockWeights,
-    FusedBlocks,
-    Router,
-    Weight,
-)
+from kernels.cuda.block_weights import BlockShape, BlockWeights, Router, Weight
+from kernels.cuda.fused_block import MOST_ROWS, FusedBlocks
 from kernels.triton.common import capability
 from kernels.triton.linear.w16a16 import DenseWeight
 
@@ -57,7 +51,7 @@ class FusedLayers:
         self._blocks: list[BlockWeights | None] = [None] * len(layers)
         self._kernels: dict[tuple[BlockShape, int], FusedBlocks | None] = {}
         if dtype == torch.bfloat16 and device.type == "cuda" and capability() == 90:
-            self._blocks[:-1] = [_block(own, following) for own, following in pairwise(layers)]
+            self._blocks = [_block(own, after) for own, after in pairwise([*layers, None])]
 
     def takes(self, block: int, rows: Tensor, adapters: BlockAdapters | None) -> bool:
         """Whether a block runs in one kernel.
@@ -81,7 +75,7 @@ class FusedLayers:
 
     def _with_attention(self, block: int, own: Attention) -> FusedBlocks | None:
         weights = self._blocks[block]
-        if weights is None or len(own.qkv) > 1:  # a draft, which sees what is not in the cache yet
+        if weights is None:
             return None
         heads = attention_shape(own.inputs, weights.o.size[1] // own.inputs.pool.k.shape[-1])
         return None if heads is None else self._kernel(block, len(own.qkv), heads)
@@ -94,7 +88,7 @@ class FusedLayers:
         total: Tensor,
         eps: float,
         sinks: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Run a block that `takes` or `attends` said yes to.
 
         Args:
@@ -106,7 +100,8 @@ class FusedLayers:
             sinks: int32 [T], 1 for the rows of sink tokens; None where none is.
 
         Returns:
-            (the residual stream after it [T, H], what the next block's q/k/v layer gives).
+            (the residual stream after it [T, H], what the next block's q/k/v layer gives, or
+            None after the last).
         """
         weights = self._blocks[block]
         if isinstance(rows, Attention):
@@ -138,11 +133,15 @@ class FusedLayers:
 
 
 def _block(
-    own: Layer[GpuLinear, GpuExperts], following: Layer[GpuLinear, GpuExperts]
+    own: Layer[GpuLinear, GpuExperts] | None, following: Layer[GpuLinear, GpuExperts] | None
 ) -> BlockWeights | None:
-    """What stands between the attentions of two blocks, where the kernel takes it."""
-    inner, before, after = own.feed_forward, own.before_feed_forward, following.before_attention
-    if inner.activation != "silu" or own.latent is not None or following.latent is not None:
+    """What is between two attentions, or after the last, where the kernel takes it."""
+    assert own is not None
+    inner, norms = own.feed_forward, [own.before_feed_forward]
+    if following is not None:
+        norms.append(following.before_attention)
+    latent = own.latent is not None or (following is not None and following.latent is not None)
+    if inner.activation != "silu" or latent:
         return None
     if own.after_attention is not None or own.after_feed_forward is not None:
         return None
@@ -152,13 +151,14 @@ def _block(
         if router is None or inner.gate_up.merged is None or inner.down.merged is None:
             return None
         gate_up, down = inner.gate_up.each[0], inner.down.each[0]
-    layers = (own.o, gate_up, down, following.qkv)
+    layers = [own.o, gate_up, down, *([] if following is None else [following.qkv])]
     plain = [layer for layer in layers if isinstance(layer, GpuLinear) and _plain(layer)]
     weights = [own.weight for own in plain if isinstance(own.weight, Weight)]
-    if len(weights) < len(layers) or before is None or after is None:
+    known = [norm for norm in norms if norm is not None]
+    if len(weights) < len(layers) or len(known) < len(norms):
         return None
     inputs = [own.rows for own in plain]
-    block = BlockWeights(*weights, norms=(before, after), inputs=inputs, router=router)
+    block = BlockWeights(*weights, norms=known, inputs=inputs, router=router)
     return None if block.shape is None else block
 
 

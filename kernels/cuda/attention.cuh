@@ -36,7 +36,7 @@ struct Attending {
     float merged[3][RESULTS];      // what programs of a head have handed on
   };
   float result[PARTS][QUERIES][DIM];
-  __align__(16) u32 fresh[2][DIM * BYTES / 4];  // K and V of the new token, as the cache has them
+  __align__(16) u32 fresh[ROWS][2][DIM * BYTES / 4];  // K and V of new tokens, as they are cached
   float top[WARPS][8], sum[WARPS][8], highest[8];
 };
 
@@ -60,27 +60,23 @@ __device__ __forceinline__ void multiply_halves(float* d, const u32* first, cons
   else multiply_bf16(d, first[0], second[0], first[1], second[1], b.x, b.y);
 }
 
+#include "new_tokens.cuh"
+
 // Attention of a program: a KV head of a token, and some of its pages.
-struct Attention {
-  const Cache& own;
-  float eps;
-  Attending& memory;
-  int row, head, split, warp, lane;
+struct Attention : NewTokens {
+  int split;
   int length, first, end;  // tokens, pages
-  long long position;
-  uint2 fresh;             // what `ask_head` gives of this warp's
-  float2 cosine, sine;     // of channels 2 lane and the next, and of those half a head further on
-  float of_k, of_v;        // scales
   uint4 k[2][K_PIECES], v[OWN_PAGES][2][V_PIECES];
 
   __device__ __forceinline__ Attention(const Cache& own, float eps, Attending& memory, int warp,
                                        int lane)
-      : own(own), eps(eps), memory(memory), warp(warp), lane(lane) {
+      : NewTokens(own, eps, memory, warp, lane) {
     const int item = blockIdx.x / SPLITS;
     split = blockIdx.x % SPLITS, row = item / KV_HEADS, head = item % KV_HEADS;
     length = first = end = 0;
     if (!takes()) return;
-    length = __ldg(own.lengths + row), position = __ldg(own.positions + row);
+    length = __ldg(own.lengths + row), position = __ldg(own.positions + row_of(warp));
+    find(length);
     of_k = CACHE == 8 ? __ldg(own.scale[0] + head) : 1.f;
     of_v = CACHE == 8 ? __ldg(own.scale[1] + head) : 1.f;
   }
@@ -90,20 +86,10 @@ struct Attention {
     fresh = ask_head(warp);
     const int pages = (length + 63) / 64, share = (pages + SPLITS - 1) / SPLITS;
     first = min(split * share, pages), end = min(first + share, pages);
+    keep_within(first, end, is_last());
     load_keys(first);
     load_values(first);
-    const long long at = position * DIM + min(2 * lane, DIM / 2 - 2);
-    cosine = __ldg((const float2*)(own.turn[0] + at));
-    sine = __ldg((const float2*)(own.turn[1] + at));
-  }
-
-  // Channels 2 lane and the next of a head, and those half a head further on; K and V come after q.
-  __device__ __forceinline__ uint2 ask_head(int i) const {
-    const int kind = max(0, i - QUERIES + 1);  // q, k, v
-    const int start = kind == 0 ? head * QUERIES + i : (QUERIES + kind - 1) * KV_HEADS + head;
-    const bool inside = lane < DIM / 4 && kind < 3;
-    const u16* place = own.read + row * QKV + start * DIM + 2 * lane;
-    return make_uint2(inside ? read_now(place) : 0, inside ? read_now(place + DIM / 2) : 0);
+    ask_angles();
   }
 
   __device__ __forceinline__ bool takes() const { return row < ROWS; }
@@ -152,81 +138,24 @@ struct Attention {
     return own.pages[which] + (number * KV_HEADS + head) * (64 * DIM * BYTES);
   }
 
-  // Leaves q, normed and rotated; by the program of the last page K and V of the new token, too.
-  __device__ __forceinline__ void prepare() {
-    for (int i = QUERIES * (DIM / 2) + threadIdx.x; i < 8 * (DIM / 2); i += THREADS) {
-      *(u32*)&memory.q[i / (DIM / 2)][i % (DIM / 2) * 2] = 0;
-    }
-#pragma unroll 1
-    for (int i = warp; i < QUERIES + (is_last() ? 2 : 0); i += WARPS) {
-      const int kind = max(0, i - QUERIES + 1);  // q, k, v
-      const int c = 2 * lane;
-      const bool inside = c < DIM / 2;
-      const uint2 bits = i == warp ? fresh : ask_head(i);
-      float x[4] = {low(bits.x), high(bits.x), low(bits.y), high(bits.y)};
-      if (kind < 2) turn(x, own.norm[kind], c, inside);
-      if (kind > 0) keep(x, kind - 1, c, inside);
-      else if (inside) {
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const u32 both = rounded_pair(x[2 * j], x[2 * j + 1]);
-          *(u32*)&memory.q[i][c + j * (DIM / 2)] =
-              CACHE == 8 ? half_pair(low(both), high(both)) : both;
-        }
-      }
-    }
-  }
-
-  // Norms and rotates channels c, c + 1 and those half a head further on.
-  __device__ __forceinline__ void turn(float* x, const u16* norm, int c, bool inside) const {
-    if (norm) {
-      const float mean = warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) / DIM;
-      const float factor = __frcp_rn(__fsqrt_rn(mean + eps));
-      const u32 a = inside ? __ldg((const u32*)(norm + c)) : 0;
-      const u32 b = inside ? __ldg((const u32*)(norm + c + DIM / 2)) : 0;
-      x[0] *= factor, x[1] *= factor, x[2] *= factor, x[3] *= factor;
-      x[0] *= low(a), x[1] *= high(a), x[2] *= low(b), x[3] *= high(b);
-    }
-    if (!inside) return;
-    const float a0 = x[0], a1 = x[1], b0 = x[2], b1 = x[3];
-    x[0] = __fsub_rn(__fmul_rn(a0, cosine.x), __fmul_rn(b0, sine.x));
-    x[1] = __fsub_rn(__fmul_rn(a1, cosine.y), __fmul_rn(b1, sine.y));
-    x[2] = __fadd_rn(__fmul_rn(b0, cosine.x), __fmul_rn(a0, sine.x));
-    x[3] = __fadd_rn(__fmul_rn(b1, cosine.y), __fmul_rn(a1, sine.y));
-  }
-
-  // Stores four channels of K or V of the new token, here and in the cache.
-  __device__ __forceinline__ void keep(const float* x, int which, int c, bool inside) {
-    if (!inside) return;
-    const long long slot = own.slots[row];
-    char* page = own.pages[which] + ((slot >> 6) * KV_HEADS + head) * (64ll * DIM * BYTES);
-    const int offset = slot & 63;
-    const float scale = which ? of_v : of_k;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int channel = c + (j & 1) + (j >> 1) * (DIM / 2);
-      const int at = which ? channel * 64 + offset : offset * DIM + channel;
-      float value = x[j];
-      if (which == 0 && own.offset) value -= __ldg(own.offset + head * DIM + channel);
-      if (CACHE == 8) {
-        const char bits = __float2int_rn(fminf(fmaxf(__fdiv_rn(value, scale), -127.f), 127.f));
-        ((char*)memory.fresh[which])[channel] = bits;
-        if (slot >= 0) page[at] = bits;
-      } else {
-        const u16 bits = rounded(value);
-        ((u16*)memory.fresh[which])[channel] = bits;
-        if (slot >= 0) ((u16*)page)[at] = bits;
-      }
-    }
-  }
-
-  // Puts the new token into what was asked for of the last turn, which begins with a page.
+  // Puts new tokens into what was asked for of a turn, which begins with a page.
   __device__ __forceinline__ void renew(int page) {
-    const int g = lane >> 2, t = lane & 3, at = (length - 1) & 63, last = end - 1;
+    if (ROWS == 1) renew_one(memory.fresh[0], page, (length - 1) & 63, end - 1);
+#pragma unroll 1
+    for (int i = 0; i < (ROWS > 1 ? ROWS : 0); i++) {
+      if (!(seen >> i & 1)) continue;
+      const int token = __ldg(own.lengths + i) - 1;
+      renew_one(memory.fresh[i], page, token & 63, token >> 6);
+    }
+  }
+
+  __device__ __forceinline__ void renew_one(const u32 (*kept)[DIM * BYTES / 4], int page, int at,
+                                            int last) {
+    const int g = lane >> 2, t = lane & 3;
     if (page + (warp >> 2) == last && at >> 4 == (warp & 3) && (at & 7) == g) {
 #pragma unroll
       for (int i = 0; i < K_PIECES; i++) {
-        const uint4 fresh = *(const uint4*)((const char*)memory.fresh[0] + 64 * i + 16 * t);
+        const uint4 fresh = *(const uint4*)((const char*)kept[0] + 64 * i + 16 * t);
         if (at & 8) k[1][i] = fresh;
         else k[0][i] = fresh;
       }
@@ -239,8 +168,8 @@ struct Attention {
       for (int half = 0; half < 2; half++) {
         const int channel = 16 * (warp % TILES) + g + 8 * half;
         const u32 shift = at * BYTES % 4 * 8, mask = (CACHE == 8 ? 0xffu : 0xffffu) << shift;
-        const u32 bits = CACHE == 8 ? ((const unsigned char*)memory.fresh[1])[channel]
-                                    : ((const u16*)memory.fresh[1])[channel];
+        const u32 bits = CACHE == 8 ? ((const unsigned char*)kept[1])[channel]
+                                    : ((const u16*)kept[1])[channel];
 #pragma unroll
         for (int i = 0; i < V_PIECES; i++) {
           u32* words = (u32*)&v[j][half][i];
@@ -256,13 +185,13 @@ struct Attention {
   // Attends to all pages of the program, and hands on the sums of its queries.
   __device__ __forceinline__ void run(u32* parts, int other) {
     const int g = lane >> 2, t = lane & 3;
-    prepare();
+    prepare(is_last());
     __syncthreads();
     const float factor = own.softmax_scale * 1.4426950408889634f * of_k;
     float top[2] = {NOTHING, NOTHING}, sum[2] = {}, d[4] = {};  // of queries 2 t and the next
 #pragma unroll 1
     for (int page = first; page < end; page += PAGES) {
-      if (page + PAGES >= end && is_last()) renew(page);
+      if (ROWS > 1 ? seen != 0 : page + PAGES >= end && is_last()) renew(page);
       float s[4] = {};
 #pragma unroll
       for (int i = 0; i < K_PIECES; i++) {

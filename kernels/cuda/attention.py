@@ -43,12 +43,12 @@ class AttentionShape:
         each = programs // (rows * self.kv_heads)
         return power_at_most(min(each, self.dim)) if each else 0
 
-    def shared(self, warps: int) -> int:
+    def shared(self, warps: int, rows: int) -> int:
         """Bytes of shared memory: the source's `Attending`."""
         results, tokens = self.queries * self.dim, 16 * warps
         first = max(16 * (self.dim + 4 + tokens + 4), 12 * results)
         parts = warps * 16 // self.dim
-        return first + 4 * parts * results + self.dim * self.cache // 4 + 64 * warps + 48
+        return first + 4 * parts * results + rows * self.dim * self.cache // 4 + 64 * warps + 48
 
     def handed_on(self, rows: int, programs: int, of_inner: int) -> int:
         """Bytes of what programs hand on, an output having `of_inner`."""
@@ -83,7 +83,7 @@ class CacheArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one new token of each sequence, no two of which share a page that is not full.
+    """Attention of new tokens, each of a sequence of its own or drafts that follow one.
 
     Attributes:
         qkv: What the layer of q, k and v gives, bf16 [rows, outputs].
@@ -148,9 +148,9 @@ def _takes(pool: KVPool, shape: AttentionShape) -> bool:
 def attention_shape(inputs: AttentionInputs, heads: int) -> AttentionShape | None:
     """The shape that the kernel is compiled for; None where it does not take the attention.
 
-    It takes one token of each sequence, which sees all before it, heads of 64 or 128 channels with
-    up to 8 queries each, and a cache in bf16, or in int8 with a static scale for each head, whose
-    keys are not turned.
+    It takes rows of one token, which sees all before it, heads of 64 or 128 channels with up to 8
+    queries each, and a cache in bf16, or in int8 with a static scale for each head, whose keys are
+    not turned.
 
     Args:
         inputs: What the queries see.

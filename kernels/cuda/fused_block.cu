@@ -1,13 +1,13 @@
 // From one attention to the next in one persistent kernel, which may begin with the attention: see
 // fused_block.py, which defines
 //
-//   BITS                            of weights: 4 (bf16 inputs) or 8 (int8 inputs)
-//   ATTENTION, HIDDEN, INNER, QKV   inputs of o, channels, inputs of down, outputs of q/k/v
+//   BITS                            of weights: 4 or 16 (bf16 inputs), or 8 (int8 inputs)
+//   ATTENTION, HIDDEN, INNER, QKV   inputs of o, channels, inputs of down, outputs of q/k/v, or 0
 //   ZEROS                           1 where the last four bits of a scale are a zero point
 //   STATIC                          1 where inputs of o and of down are int8 by static scales
 //   KV_HEADS                        of the attention that it begins with, see attention.cuh, or 0
 //   EXPERTS, CHOSEN                 of a mixture, INNER being that of one; else 0 and 1
-//   ROWS                            tokens, 1 or 2; of a mixture 1
+//   ROWS                            tokens, 1 to 4; of a mixture 1
 //   PROGRAMS, WARPS                 programs of the grid, one for each SM, and warps of each
 //   DEPTH, CHUNK                    slots of a warp's ring, and groups of outputs in a slot
 //   SHARED                          bytes of shared memory
@@ -25,6 +25,7 @@ enum Product { O, GATE_UP, DOWN, NEXT_QKV, PRODUCTS };
 #include "arguments.cuh"
 
 constexpr int GROUP = 16;
+constexpr int STEPS = QKV ? PRODUCTS : NEXT_QKV;  // products that there are
 constexpr u32 BLANK = ~0u;  // a NaN that no operation gives: what is not handed on yet
 constexpr int THREADS = WARPS * 32;
 
@@ -51,15 +52,18 @@ __host__ __device__ constexpr int turns(int p) {  // of all threads, over a side
   return (most(p) * GROUP * ROWS + THREADS - 1) / THREADS;
 }
 constexpr int WIDEST = GROUP * larger(larger(most(O), 2 * most(GATE_UP)), most(NEXT_QKV));
+constexpr bool IN_PLACE = ROWS > 2;           // parts of sums take the place of inputs
+constexpr bool AHEAD = ROWS > 2;              // a row is asked for before the one ahead is laid
+constexpr int APART = ROWS > 2 ? 8 : 0;       // words, so that rows of parts are in other banks
 constexpr int LONGEST = larger(larger(blocks(O), blocks(DOWN)), blocks(GATE_UP));
 constexpr int SCORES = larger(1, (EXPERTS + PROGRAMS - 1) / PROGRAMS);  // of a program
 
 #include "primitives.cuh"
 
 // What differs by the weights' bits: how large a slot is, what inputs and sums are.
-#if BITS == 4
-constexpr int SLOT = CHUNK * (1024 + 64);  // bytes: weights, then scales
-constexpr int COLUMNS = 2 * ROWS;          // of inputs in a product: high bytes, low bytes of rows
+#if BITS != 8
+constexpr int SLOT = CHUNK * (BITS == 4 ? 1024 + 64 : 4096);  // bytes: weights, then scales
+constexpr int COLUMNS = BITS == 4 ? 2 * ROWS : ROWS;  // of inputs in a product: of 4 bits two bytes
 typedef float Part;
 typedef u16 Inner;              // bf16, of gate times up, and of attention
 constexpr int FIRST = DEPTH;    // slots that are asked for before attention
@@ -86,6 +90,8 @@ __device__ __forceinline__ Inner inner_bits(float value, float) { return __float
 #endif
 #endif
 
+constexpr int WORDS = BITS == 16 ? 64 : 32;  // of a block of a column
+
 // Hands a value on to all programs; its place in the other set, so many bytes from it, becomes blank.
 template <typename Bits>
 __device__ __forceinline__ void hand_on(Bits* place, Bits bits, int other) {
@@ -102,19 +108,23 @@ constexpr int HANDED_IN = 0;
 // Shared memory of a program.
 struct Memory {
   char ring[WARPS][DEPTH][SLOT];
-#if KV_HEADS
+#if ROWS > 2
   union {
-    u32 x[LONGEST][COLUMNS][32];
-    Attending attending;
-  };
 #else
-  u32 x[LONGEST][COLUMNS][32];
+  struct {
 #endif
+    union {
+      u32 x[LONGEST][COLUMNS][WORDS];
+#if KV_HEADS
+      Attending attending;
+#endif
+    };
+    Part part[WARPS][ROWS][WIDEST + APART];
+  };
   float2 unit[LONGEST][ROWS];  // of 4 bits: what inputs count in, and (as bits) their sum
   float scale[2][ROWS];        // of 8 bits: what inputs of this product and of the next count in
   u64 barrier[WARPS][DEPTH];
-  Part part[WARPS][ROWS][WIDEST];
-  float squares[WARPS], tops[ROWS][WARPS];
+  float squares[ROWS][WARPS], tops[ROWS][WARPS];
   float score[SCORES][WARPS];  // parts of the router's outputs
   u32 logit[larger(1, EXPERTS)];
   int expert[WARPS][CHOSEN];   // as each warp has chosen them
@@ -144,6 +154,9 @@ struct Ring {
   u32 product, block, chunk;  // what is asked for next
   u32 known;                  // the first product of which it is not known which weights it takes
   u64 policy;
+
+  __device__ __forceinline__ u32 slot() const { return slots + give * SLOT; }
+  __device__ __forceinline__ u32 barrier() const { return barriers + give * 8; }
 };
 
 // The static scale of a row of int8 inputs; and by what the row is multiplied where all have one.
@@ -162,21 +175,22 @@ __device__ __forceinline__ u32 own_bits(int warp) {
 }
 
 // What a normed row is multiplied by; `sum` is of the squares that this thread has.
-__device__ __forceinline__ float norm_factor(const Block& own, Memory& memory, float sum, int warp,
-                                             int lane) {
+__device__ __forceinline__ float norm_factor(const Block& own, Memory& memory, float sum, int row,
+                                             int warp, int lane) {
   sum = warp_sum(sum);
-  if (lane == 0) memory.squares[warp] = sum;
+  if (lane == 0) memory.squares[row][warp] = sum;
   __syncthreads();
   sum = 0;
 #pragma unroll
-  for (int i = 0; i < WARPS; i++) sum += memory.squares[i];
-  if (ROWS > 1) __syncthreads();
+  for (int i = 0; i < WARPS; i++) sum += memory.squares[row][i];
   return rsqrtf(sum / HIDDEN + own.eps);
 }
 
 #include "mixture.cuh"
 #if BITS == 4
 #include "weights_4_bits.cuh"
+#elif BITS == 16
+#include "weights_16_bits.cuh"
 #else
 #include "weights_8_bits.cuh"
 #endif
@@ -206,6 +220,7 @@ __device__ __forceinline__ void multiply(const Block& own, Memory& memory, Ring&
       if (++ring.take == DEPTH) ring.take = 0, ring.parity ^= 1;
     }
   }
+  if (IN_PLACE) __syncthreads();  // all warps have multiplied
   sums.leave(memory, warp, lane);
   __syncthreads();
 }
@@ -235,7 +250,10 @@ struct Finish {
       for (int side = 0; side < sides(P); side++) {
         const int at = output + side * INNER;
         scale[side][i] = BITS == 8 ? __ldg((const float*)own.scale[P] + at) : 1.f;
-        bias[side][i] = own.bias[P] ? __ldg(own.bias[P] + at) : 0.f;
+        const void* place = own.bias[P];
+        bias[side][i] = !place       ? 0.f
+                        : BITS == 16 ? widened(__ldg((const u16*)place + at))
+                                     : __ldg((const float*)place + at);
       }
     });
   }
@@ -263,9 +281,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   ring.take = ring.give = ring.parity = ring.product = ring.chunk = 0;
   ring.block = warp;
   ring.room = DEPTH;
-  ring.known = EXPERTS ? GATE_UP : PRODUCTS;
+  ring.known = EXPERTS ? (int)GATE_UP : STEPS;
   ring.policy = evicted_first();
-  if (lane == 0) start_barriers(ring.barriers, DEPTH);
+  if (lane == 0) start_barriers<BITS == 16 ? 1 : 32>(ring.barriers, DEPTH);
   __syncwarp();
 #if KV_HEADS
   Attention attention(own.cache, own.eps, memory.attending, warp, lane);
@@ -334,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         hand_on(logits + expert, __float_as_uint(logit), other);
       }
       choose(own, memory, logits, warp, lane);
-      ring.known = PRODUCTS;
+      ring.known = STEPS;
       fill(own, memory, ring, warp, lane);
     }
     multiply<GATE_UP>(own, memory, ring, warp, lane);
@@ -347,20 +365,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   {
     const Finish<DOWN> finish(own);
+    if (IN_PLACE) __syncthreads();  // the parts of gate and up have been read
     lay_rows<DOWN>(own, memory, product, router, warp, lane);
-    __syncthreads();  // the parts of gate and up have been read
+    if (!IN_PLACE) __syncthreads();
     multiply<DOWN>(own, memory, ring, warp, lane);
     for_outputs<DOWN>([&](int i, int row, int n, int output) {
       const u16 bits = rounded(finish(memory, i, row, n) + residual[i]);
       own.total[row * HIDDEN + output] = bits;
-      hand_on(sum + row * HIDDEN + output, bits, other);
+      if (QKV) hand_on(sum + row * HIDDEN + output, bits, other);
     });
   }
+#if QKV
   const Finish<NEXT_QKV> finish(own);
   lay_rows<NEXT_QKV>(own, memory, sum, router, warp, lane);
   multiply<NEXT_QKV>(own, memory, ring, warp, lane);
   for_outputs<NEXT_QKV>([&](int i, int row, int n, int output) {
     own.qkv[row * QKV + output] = rounded(finish(memory, i, row, n));
   });
+#endif
   if (blockIdx.x == 0 && threadIdx.x == 0) *own.launches += 1;  // all programs have read it
 }

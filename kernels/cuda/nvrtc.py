@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernels.devices import call_driver
 
 MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 COOPERATIVE, EARLY = 2, 6  # CU_LAUNCH_ATTRIBUTE_: all programs at once; programmatic dependent
+BF16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+WHOLE_LINES = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
 class CompilerMissingError(RuntimeError):
@@ -38,6 +41,12 @@ class _Launch(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
     )
+
+
+class TensorMap(ctypes.Structure):
+    """`CUtensorMap`."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
 class CudaKernel:
@@ -101,6 +110,22 @@ def compiled(
         return _read(nvrtc, "CUBIN", program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def tensor_map(weight: Tensor, outputs: int) -> TensorMap:
+    """How TMA reads a bf16 weight [N, K]: as [K / 32, N, 32], of which it brings boxes [4, outputs,
+    32] (Driver API reference, `cuTensorMapEncodeTiled`).
+    """
+    n, k = weight.shape
+    sizes, strides = (ctypes.c_uint64 * 3)(32, n, k // 32), (ctypes.c_uint64 * 2)(2 * k, 64)
+    box, steps = (ctypes.c_uint32 * 3)(32, outputs, 4), (ctypes.c_uint32 * 3)(1, 1, 1)
+    room = ctypes.create_string_buffer(192)
+    made = TensorMap.from_buffer(room, -ctypes.addressof(room) % 64)
+    place = ctypes.c_void_p(weight.data_ptr())
+    how = 0, 0, WHOLE_LINES, 0  # no interleave, no swizzle; what is outside is zeros
+    which = ctypes.byref(made)
+    call_driver("cuTensorMapEncodeTiled", which, BF16, 3, place, sizes, strides, box, steps, *how)
+    return made
 
 
 def _read(nvrtc: Any, what: str, program: ctypes.c_void_p) -> bytes:

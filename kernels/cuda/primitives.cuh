@@ -81,11 +81,33 @@ __device__ __forceinline__ u64 evicted_first() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// Barriers of what the lanes of a warp copy.
+// One lane of a warp, by an instruction from which the compiler knows that it is one.
+__device__ __forceinline__ bool elected() {
+  u32 own;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(own));
+  return own;
+}
+// Barriers of what all lanes of a warp copy, or of what one asks the copy unit for.
+template <int ARRIVALS>
 __device__ __forceinline__ void start_barriers(u32 first, int count) {
   for (int i = 0; i < count; i++) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 32;" ::"r"(first + i * 8) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(first + i * 8), "n"(ARRIVALS)
+                 : "memory");
   }
+  if (ARRIVALS == 1) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Arrives at a barrier that so many bytes are to reach.
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Asks the copy unit for a box of what a tensor map describes, from three coordinates on.
+__device__ __forceinline__ void copy_box(u32 to, const void* map, int x, int y, int z, u32 barrier,
+                                         u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;"
+      :: "r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy) : "memory");
 }
 // Asks for 16 bytes.
 __device__ __forceinline__ void copy(u32 to, const void* from, u64 policy) {

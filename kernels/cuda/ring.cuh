@@ -16,8 +16,7 @@ __device__ __forceinline__ void ask_for(const Block& own, const Memory& memory, 
     expert = memory.expert[warp][place];
   }
   group += side * (outputs(P) / 2 / GROUP);
-  copy_chunk<P>(own, ring.policy, ring.slots + ring.give * SLOT, expert, block, group, count, lane);
-  arrive_when_copied(ring.barriers + ring.give * 8);
+  copy_chunk<P>(own, ring, expert, block, group, count, lane);
   if (++ring.chunk == chunks(P) * sides(P)) {
     ring.chunk = 0;
     ring.block += WARPS;

@@ -3,24 +3,26 @@
 // others.
 
 template <int P>
-__device__ __forceinline__ void copy_chunk(const Block& own, u64 policy, u32 slot, u32 expert,
+__device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u32 expert,
                                            u32 block, u32 group, int count, int lane) {
   constexpr u64 SIZE = (u64)(P == DOWN ? INNER : inputs(P)) * outputs(P);
   const char* tiles = (const char*)own.weight[P] + expert * (SIZE / 2);
   const char* scales = (const char*)own.scale[P] + expert * (SIZE / 32);
-  const u32 to = slot + lane * 16;
+  const u32 to = ring.slot() + lane * 16;
 #pragma unroll
   for (int i = 0; i < CHUNK; i++) {
     const u32 at = (group + i) / 4 * 4096 + (group + i) % 4 * 512;
     const char* first = tiles + (block * (outputs(P) * 64) + at + lane * 16);
     if (i < count) {
-      copy(to + i * 512, first, policy);
-      copy(to + (CHUNK + i) * 512, first + 2048, policy);
+      copy(to + i * 512, first, ring.policy);
+      copy(to + (CHUNK + i) * 512, first + 2048, ring.policy);
     }
   }
   if (lane < 4 * count) {
-    copy(to + CHUNK * 1024, scales + ((block * outputs(P) + group * GROUP) * 4 + lane * 16), policy);
+    const char* first = scales + ((block * outputs(P) + group * GROUP) * 4 + lane * 16);
+    copy(to + CHUNK * 1024, first, ring.policy);
   }
+  arrive_when_copied(ring.barrier());
 }
 
 // Leaves a block of a row as integers v of 16 bits, x = v unit: bytes of v are columns of a product.
@@ -51,72 +53,7 @@ __device__ __forceinline__ void lay_block(Memory& memory, u32 v0, u32 v1, int bl
   }
 }
 
-// Leaves the blocks of rows that this warp multiplies, once they are there; a norm, and what a
-// router makes of it, are of all warps.
-template <int P>
-__device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
-                                         const Router& router, int warp, int lane) {
-  constexpr int COUNT = own_blocks(P);
-  const int pair = first_pair(lane);
-  u32 norm[COUNT][2];
-  if (normed(P)) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const int block = warp + i * WARPS;
-      const u16* place = own.norm[P == NEXT_QKV] + block * 128 + pair;
-      norm[i][0] = block < blocks(P) ? __ldg((const u32*)place) : 0;
-      norm[i][1] = block < blocks(P) ? __ldg((const u32*)(place + 64)) : 0;
-    }
-  }
-#pragma unroll 1
-  for (int row = 0; row < ROWS; row++) {
-    u32 v[COUNT][2] = {}, left = own_bits<P>(warp);
-    while (left) {
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-        if (!(left >> i & 1)) continue;
-        const u16* place = (const u16*)x + row * inputs(P) + (warp + i * WARPS) * 128 + pair;
-        v[i][0] = read_now(place), v[i][1] = read_now(place + 64);
-      }
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-        const bool blank = half_blank(v[i][0]) || half_blank(v[i][1]);
-        if (!(left >> i & 1) || (P != O || KV_HEADS) && __any_sync(~0u, blank)) continue;
-        left ^= 1u << i;
-        if (normed(P)) continue;
-        const int block = warp + i * WARPS;
-        const bool expert = EXPERTS && P == DOWN;
-        const float share = expert ? memory.share[warp][min(block / (INNER / 128), CHOSEN - 1)] : 1.f;
-        lay_block(memory, v[i][0], v[i][1], block, row, lane, share);
-      }
-    }
-    if (!normed(P)) continue;
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        sum += low(v[i][j]) * low(v[i][j]) + high(v[i][j]) * high(v[i][j]);
-      }
-    }
-    const float factor = norm_factor(own, memory, sum, warp, lane);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        v[i][j] = rounded_pair(low(v[i][j]) * factor * low(norm[i][j]),
-                               high(v[i][j]) * factor * high(norm[i][j]));
-      }
-    }
-    if constexpr (EXPERTS > 0 && P == GATE_UP) router.score(memory, v, warp, lane);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const int block = warp + i * WARPS;
-      if (block < blocks(P)) lay_block(memory, v[i][0], v[i][1], block, row, lane, 1.f);
-    }
-  }
-  __syncwarp();
-}
+#include "float_rows.cuh"
 
 // What a lane multiplies weights of a block by.
 struct Inputs {

@@ -7,15 +7,16 @@ constexpr float LEAST_SCALE = 0x1p-60f;  // of a row of zeros, as kernels.numeri
 __device__ __forceinline__ int swapped(int row, int place) { return place ^ (row & 1) * 64; }
 
 template <int P>
-__device__ __forceinline__ void copy_chunk(const Block& own, u64 policy, u32 slot, u32, u32 block,
+__device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u32, u32 block,
                                            u32 group, int count, int lane) {
   const u32 at = (block * outputs(P) + group * GROUP) * 128 + lane * 16;
   const char* first = (const char*)own.weight[P] + at;
-  const u32 to = slot + lane / 8 * 128 + swapped(lane / 8, lane % 8 * 16);
+  const u32 to = ring.slot() + lane / 8 * 128 + swapped(lane / 8, lane % 8 * 16);
 #pragma unroll
   for (int i = 0; i < CHUNK * 4; i++) {
-    if (i < count * 4) copy(to + i * 512, first + i * 512, policy);
+    if (i < count * 4) copy(to + i * 512, first + i * 512, ring.policy);
   }
+  arrive_when_copied(ring.barrier());
 }
 
 // The largest of a row's numbers that are not negative, over all warps.
@@ -30,23 +31,32 @@ __device__ __forceinline__ float largest(Memory& memory, float value, int row, i
 }
 
 #if STATIC
-// Leaves what programs have handed on as integers, block by block.
-template <int P>
+// Leaves what programs have handed on as integers, block by block of so many rows.
+template <int P, int TOGETHER>
 __device__ __forceinline__ void lay_integers(const Block& own, Memory& memory, const void* x,
-                                             int row, int warp, int lane) {
-  u32 bits[own_blocks(P)], left = own_bits<P>(warp);
-  if (warp == 0 && lane == 0) memory.scale[P & 1][row] = static_scale_of(own, P, row);
+                                             int first, int warp, int lane) {
+  constexpr int COUNT = own_blocks(P);
+  static_assert(TOGETHER * COUNT <= 32, "blocks of rows are bits of a word");
+  const u32 all = own_bits<P>(warp);
+  u32 left = all, bits[TOGETHER * COUNT];
+#pragma unroll
+  for (int r = 0; r < TOGETHER; r++) {
+    if (ROWS % TOGETHER && first + r >= ROWS) break;
+    left |= all << r * COUNT;
+    if (warp == 0 && lane == 0) memory.scale[P & 1][first + r] = static_scale_of(own, P, first + r);
+  }
   while (left) {
 #pragma unroll
-    for (int i = 0; i < own_blocks(P); i++) {
-      const int at = row * inputs(P) + (warp + i * WARPS) * 128 + lane * 4;
-      if (left >> i & 1) bits[i] = read_now((const char*)x + at);
+    for (int k = 0; k < TOGETHER * COUNT; k++) {
+      const int row = first + k / COUNT, block = warp + k % COUNT * WARPS;
+      const int at = row * inputs(P) + block * 128 + lane * 4;
+      if (left >> k & 1) bits[k] = read_now((const char*)x + at);
     }
 #pragma unroll
-    for (int i = 0; i < own_blocks(P); i++) {
-      if (!(left >> i & 1) || __any_sync(~0u, byte_blank(bits[i]))) continue;
-      left ^= 1u << i;
-      memory.x[warp + i * WARPS][row][lane] = bits[i] ^ TURNED;
+    for (int k = 0; k < TOGETHER * COUNT; k++) {
+      if (!(left >> k & 1) || __any_sync(~0u, byte_blank(bits[k]))) continue;
+      left ^= 1u << k;
+      memory.x[warp + k % COUNT * WARPS][first + k / COUNT][lane] = bits[k] ^ TURNED;
     }
   }
 }
@@ -68,6 +78,30 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
       norm[i][1] = block < blocks(P) ? __ldg(place + 1) : 0;
     }
   }
+#if STATIC
+  if (!normed(P) && (P != O || KV_HEADS)) {
+    constexpr int TOGETHER = AHEAD && COUNT <= 16 ? 2 : 1;
+#pragma unroll 1
+    for (int row = 0; row < ROWS; row += TOGETHER) {
+      lay_integers<P, TOGETHER>(own, memory, x, row, warp, lane);
+    }
+    __syncwarp();
+    return;
+  }
+#endif
+  u32 bits[COUNT][4];
+#pragma unroll
+  for (int i = 0; i < COUNT * 4; i++) bits[i / 4][i % 4] = BLANK;
+  const auto ask = [&](int row) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+      const int block = warp + i * WARPS, at = row * inputs(P) + block * 128 + lane * 4;
+      bits[i][0] = bits[i][1] = bits[i][2] = bits[i][3] = 0;
+      if (block >= blocks(P)) continue;
+      if (normed(P)) read_two_now(bits[i], (const u16*)x + at);
+      else read_four_now(bits[i], (const u32*)x + at);
+    }
+  };
 #pragma unroll 1
   for (int row = 0; row < ROWS; row++) {
     if (P == O && !KV_HEADS) {
@@ -80,39 +114,30 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
       if (warp == 0 && lane == 0) memory.scale[P & 1][row] = own.x_scale[own.x_scaled * row];
       continue;
     }
-#if STATIC
-    if (!normed(P)) {
-      lay_integers<P>(own, memory, x, row, warp, lane);
-      continue;
-    }
-#endif
     float y[COUNT][4], top = 0, fault = 0;
-    u32 bits[COUNT][4];
     bool waiting;
     do {
+      if (!AHEAD) ask(row);
       waiting = false;
 #pragma unroll
       for (int i = 0; i < COUNT; i++) {
-        const int block = warp + i * WARPS, at = row * inputs(P) + block * 128 + lane * 4;
-        bits[i][0] = bits[i][1] = bits[i][2] = bits[i][3] = 0;
-        if (block < blocks(P)) {
-          if (normed(P)) read_two_now(bits[i], (const u16*)x + at);
-          else read_four_now(bits[i], (const u32*)x + at);
-        }
 #pragma unroll
         for (int j = 0; j < 4; j++) {
           waiting |= normed(P) ? half_blank(bits[i][j]) : bits[i][j] == BLANK;
         }
       }
-    } while (__any_sync(~0u, waiting));
+      waiting = __any_sync(~0u, waiting);
+      if (AHEAD && waiting) ask(row);
+    } while (waiting);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const u32 own_bits = bits[i][normed(P) ? j / 2 : j];
-        y[i][j] = !normed(P) ? __uint_as_float(own_bits) : j % 2 ? high(own_bits) : low(own_bits);
+        const u32 word = bits[i][normed(P) ? j / 2 : j];
+        y[i][j] = !normed(P) ? __uint_as_float(word) : j % 2 ? high(word) : low(word);
       }
     }
+    if (AHEAD && row + 1 < ROWS) ask(row + 1);
     if (normed(P)) {
       float sum = 0;
 #pragma unroll
@@ -120,7 +145,7 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
 #pragma unroll
         for (int j = 0; j < 4; j++) sum += y[i][j] * y[i][j];
       }
-      const float factor = norm_factor(own, memory, sum, warp, lane);
+      const float factor = norm_factor(own, memory, sum, row, warp, lane);
       fault = 0.f * factor;
       if (factor == 0.f) fault = __int_as_float(0x7fffffff);  // of a sum that is infinite
 #pragma unroll
@@ -187,14 +212,15 @@ struct Sums {
   }
 
   __device__ __forceinline__ void leave(Memory& memory, int warp, int lane) const {
-    const int output = lane >> 2;
-    if (lane % 4) return;
+    const int output = lane >> 2, first = lane % 4 * 2;
+    if (first >= ROWS) return;
 #pragma unroll
     for (int i = 0; i < sides(P) * most(P); i++) {
 #pragma unroll
-      for (int row = 0; row < ROWS; row++) {
-        memory.part[warp][row][i * GROUP + output] = sum[i][row];
-        memory.part[warp][row][i * GROUP + output + 8] = sum[i][row + 2];
+      for (int j = 0; j < 2; j++) {
+        if (first + j >= ROWS) continue;
+        memory.part[warp][first + j][i * GROUP + output] = sum[i][j];
+        memory.part[warp][first + j][i * GROUP + output + 8] = sum[i][j + 2];
       }
     }
   }

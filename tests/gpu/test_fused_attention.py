@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.cuda.blocks import EPS, Heads, draw
+from tests.kernels.cuda.blocks import EPS, Heads, draw, draw_dense
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -17,14 +17,15 @@ if torch.cuda.is_available():
     from inference.gpu.layers import as_wanted, workspace_on
     from kernels.bench.case import relative
     from kernels.cuda.attention import attention_shape
-    from kernels.cuda.fused_block import BlockWeights, FusedBlocks
+    from kernels.cuda.block_weights import BlockWeights
+    from kernels.cuda.fused_block import FusedBlocks
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.attention.rope_cache import rope_write
     from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.linear.weight import InputFormat
 
 # (channels, inputs of down, KV heads, queries of each, channels of a head, bits of the cache,
-# lengths of the sequences, whether q and k are normed and keys are centred)
+# lengths of the sequences, whether q and k are normed and keys are centred, rows of one sequence)
 CASES = (
     (4096, 14336, 8, 4, 128, 8, [4048], False),  # Llama-3-8B
     (4096, 14336, 8, 4, 128, 16, [1000], False),
@@ -38,6 +39,12 @@ CASES = (
     (2048, 4096, 4, 8, 128, 16, [20000], True),
     (3584, 4096, 4, 7, 128, 8, [127, 129], False),  # Qwen2.5-7B's heads
     (2048, 5632, 32, 1, 64, 16, [777], False),
+    (4096, 14336, 8, 4, 128, 8, [4048, 0, 64], False),  # three rows
+    (4096, 14336, 8, 4, 128, 16, [1000, 4048, 1, 65], True),  # four
+    (2048, 5632, 4, 8, 64, 8, [700, 5000, 0, 129], True),
+    (4096, 14336, 8, 4, 128, 8, [4096, 4097], False, 2),  # of one sequence, on two pages
+    (4096, 14336, 8, 4, 128, 8, [40, 63, 64, 65], True, 3),
+    (2048, 5632, 4, 8, 64, 16, [8192, 8193, 8194, 8195], True, 4),
 )
 
 
@@ -45,7 +52,7 @@ class Case(Heads):
     """An attention by single kernels, and in the kernel of its block."""
 
     def __init__(self, *case):
-        super().__init__(*case, "cuda")
+        super().__init__(*case[:7], "cuda", *case[7:])
 
     def single(self, **out):
         """What the single kernels give."""
@@ -77,17 +84,18 @@ class Case(Heads):
             assert all(map(torch.equal, again, got))
 
 
+@pytest.mark.parametrize("drawn", [draw, draw_dense])
 @pytest.mark.parametrize("case", CASES)
-def test_a_block_with_its_attention_equals_single_kernels(case):
+def test_a_block_with_its_attention_equals_single_kernels(case, drawn):
     torch.manual_seed(0)
-    hidden, inner, kv, queries, dim, _, _, _ = case
+    hidden, inner, kv, queries, dim, *_ = case
     own = Case(hidden, kv, queries, *case[4:])
     shape = kv * queries * dim, hidden, inner, (queries + 2) * kv * dim
-    own.check(draw(shape, "cuda")[0], own.single(), None, (5e-3, 5e-3))
+    own.check(drawn(shape, "cuda")[0], own.single(), None, (5e-3, 5e-3))
 
 
 @pytest.mark.parametrize("static", [True, False])
-@pytest.mark.parametrize("lengths", [[4048], [130, 2000]])
+@pytest.mark.parametrize("lengths", [[4048], [130, 2000], [1, 64, 700], [130, 0, 65, 2000]])
 def test_a_block_of_integers_with_its_attention_equals_single_kernels(lengths, static):
     torch.manual_seed(0)
     own = Case(2048, 8, 4, 64, 8, lengths, True)

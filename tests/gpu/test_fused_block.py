@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inference.requests.request import SamplingParams
-from tests.kernels.cuda.blocks import EPS, Integers, Mixture, draw, expected
+from tests.kernels.cuda.blocks import EPS, Integers, Mixture, draw, draw_dense, expected
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -29,12 +29,17 @@ SHAPES = (
 )
 
 
-@pytest.mark.parametrize(("zeros", "bias"), [(False, False), (True, True)])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", ["int4", "int4 with zero points", "bf16"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_block_equals_its_products_in_fp64(shape, rows, zeros, bias):
+def test_a_block_equals_its_products_in_fp64(shape, rows, kind):
     torch.manual_seed(0)
-    weights, plain, biases = draw(shape, "cuda", zeros=zeros, bias=bias)
+    if kind == "bf16":
+        weights, plain, biases = draw_dense(shape, "cuda", bias=True)
+    else:
+        weights, plain, biases = draw(shape, "cuda", zeros=kind != "int4", bias=kind != "int4")
+    if weights.shape.shared(rows, 132, 2) > 232448:
+        pytest.skip("two rows of so many inputs in bf16 do not fit")
     blocks = FusedBlocks(weights.shape, rows, torch.device("cuda"))
     for outlier in (1, 1000):  # a channel so much larger than others
         x = torch.randn(rows, shape[0], device="cuda")
@@ -50,7 +55,7 @@ def test_a_block_equals_its_products_in_fp64(shape, rows, zeros, bias):
 
 
 @pytest.mark.parametrize("kind", ["by token", "static", "sinks"])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_block_of_integers_equals_its_products(shape, rows, kind):
     torch.manual_seed(0)
@@ -92,9 +97,10 @@ def test_a_mixture_equals_its_products_in_fp64(shape, normalized):
                 assert torch.equal(again, one)
 
 
-def test_graphs_and_calls_may_follow_each_other():
+@pytest.mark.parametrize("drawn", [draw, draw_dense])
+def test_graphs_and_calls_may_follow_each_other(drawn):
     torch.manual_seed(0)
-    weights, *_ = draw(SHAPES[2], "cuda")
+    weights, *_ = drawn(SHAPES[2], "cuda")
     one, two = (FusedBlocks(weights.shape, rows, torch.device("cuda")) for rows in (1, 2))
     x = torch.randn(2, SHAPES[2][0], device="cuda").bfloat16()
     residual = torch.randn(2, SHAPES[2][1], device="cuda").bfloat16()
@@ -118,9 +124,10 @@ def test_graphs_and_calls_may_follow_each_other():
         assert all(torch.equal(a, b) for a, b in zip(own, results[0], strict=True))
 
 
-def test_numbers_that_are_not_finite_go_through_and_do_not_stay():
+@pytest.mark.parametrize("drawn", [draw, draw_dense])
+def test_numbers_that_are_not_finite_go_through_and_do_not_stay(drawn):
     torch.manual_seed(0)
-    weights, *_ = draw(SHAPES[4], "cuda")
+    weights, *_ = drawn(SHAPES[4], "cuda")
     blocks = FusedBlocks(weights.shape, 1, torch.device("cuda"))
     x = torch.randn(1, SHAPES[4][0], device="cuda").bfloat16()
     residual = torch.randn(1, SHAPES[4][1], device="cuda").bfloat16()
@@ -135,6 +142,21 @@ def test_numbers_that_are_not_finite_go_through_and_do_not_stay():
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_the_last_block_ends_with_the_residual_stream(kind):
+    torch.manual_seed(0)
+    own = Integers(SHAPES[0], 2, "static", "cuda")
+    x, scale = own.given if kind == "int8" else (torch.randn_like(own.residual), None)
+    weights = own.weights if kind == "int8" else draw(SHAPES[0], "cuda")[0]
+    last = replace(weights, qkv=None, norms=weights.norms[:1], inputs=weights.inputs[:3])
+    whole, ended = (FusedBlocks(w.shape, 2, torch.device("cuda")) for w in (weights, last))
+    wanted = whole.run(weights, x, scale, own.residual, EPS)[0]
+    for _ in range(20):
+        total, qkv = ended.run(last, x, scale, own.residual, EPS)
+        assert torch.equal(total, wanted)
+        assert qkv is None
+
+
 def test_what_it_does_not_take_is_refused_or_left_to_single_kernels():
     weights, *_ = draw(SHAPES[4], "cuda")
     blocks = FusedBlocks(weights.shape, 1, torch.device("cuda"))
@@ -142,14 +164,19 @@ def test_what_it_does_not_take_is_refused_or_left_to_single_kernels():
     residual = torch.randn(1, SHAPES[4][1], device="cuda").bfloat16()
     with pytest.raises(ValueError, match=r"x is torch.float16 \(1, 1024\); needed is contiguous"):
         blocks.run(weights, x.half(), None, residual, EPS)
-    with pytest.raises(ValueError, match="3 tokens; needed are 1 to 2"):
-        FusedBlocks(weights.shape, 3, torch.device("cuda"))
+    with pytest.raises(ValueError, match="5 tokens; needed are 1 to 4"):
+        FusedBlocks(weights.shape, 5, torch.device("cuda"))
     assert replace(weights, o=replace(weights.o, group=64)).shape is None
     assert replace(weights, norms=(weights.norms[0].float(), weights.norms[1])).shape is None
+    floats, *_ = draw_dense(SHAPES[4], "cuda")
+    own = floats.o.weight
+    for weight in (own.half(), own.T.contiguous().T):
+        assert replace(floats, o=replace(floats.o, weight=weight)).shape is None
+    assert replace(floats, inputs=[replace(floats.inputs[0], dtype=torch.int8)] * 4).shape is None
 
 
-@pytest.mark.parametrize("scheme", ["w4c8", "a8w8c8"])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("scheme", ["float", "w4c8", "a8w8c8"])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
 def test_an_engine_gives_the_log_probabilities_of_single_kernels(batch, scheme):
     engine = make_engine("llama-1.1b", scheme, [batch], 128, "float", 1)
     executor = engine.loop.runner.executor

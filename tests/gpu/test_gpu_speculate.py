@@ -59,6 +59,20 @@ def test_greedy_requests_get_what_they_get_without_drafts(scheme):
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("scheme", ["w4c8", "a8w8c8"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_drafts_of_one_request_see_each_other(scheme, depth):
+    """Hopper runs blocks of so few rows with their attention in one kernel."""
+    engine = random_engine("small", scheme)
+    prompts = [[(7 + 3 * j) % 4000 for j in range(40)]]
+    params = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=5)
+    wanted = engine.generate(prompts, params)
+    drafted(engine, wanted, 0.8, depth)
+    equal = same_as_far_as_ties(engine.generate(prompts, params)[0], wanted[0])
+    assert engine.speculation is not None
+    assert engine.speculation.accepted.sum() > 0.2 * equal
+
+
 @pytest.mark.parametrize("scheme", ["float", "a8w8c8"])
 def test_sampled_requests_keep_their_random_numbers(scheme):
     """Drafts of a draw that was recorded come as often as they were right."""

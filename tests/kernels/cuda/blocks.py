@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.attention import Attention
-from kernels.cuda.fused_block import BlockWeights, Router
+from kernels.cuda.block_weights import BlockWeights, Router
 from kernels.op_inputs import AttentionInputs, KVPool
 from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import InputFormat
 from kernels.triton.linear.weight_only import pack_w4a16
 
@@ -36,6 +37,19 @@ def draw(shape, device, *, zeros=False, bias=False):
         biases.append(0 if own is None else own.double())
     norms = [(torch.rand(hidden, device=device) + 0.5).bfloat16() for _ in range(2)]
     return BlockWeights(*packed, norms=tuple(norms), inputs=FLOATS), plain, biases
+
+
+def draw_dense(shape, device, *, bias=False):
+    """As `draw`, of weights in bf16."""
+    attention, hidden, inner, qkv = shape
+    weights = []
+    for n, k in ((hidden, attention), (2 * inner, hidden), (hidden, inner), (qkv, hidden)):
+        own = torch.randn(n, device=device).bfloat16() / 4 if bias else None
+        weights.append(DenseWeight((torch.randn(n, k, device=device) / k**0.5).bfloat16(), own))
+    norms = [(torch.rand(hidden, device=device) + 0.5).bfloat16() for _ in range(2)]
+    plain = [own.weight.double() for own in weights]
+    biases = [0 if own.bias is None else own.bias.double() for own in weights]
+    return BlockWeights(*weights, norms=tuple(norms), inputs=FLOATS), plain, biases
 
 
 def normed(x, weight):
@@ -63,7 +77,7 @@ def in_int8(y, own, sinks):
     """(integers, scales [rows, 1]) of floats, as a layer wants them."""
     scale, which = own.scales_of(sinks)
     if scale is None:
-        scale = y.double().abs().amax(1, keepdim=True).float() / 127
+        scale = (y.double().abs().amax(1, keepdim=True).float() / 127).clamp(min=2**-60)
     else:
         scale = (scale if which is None else scale[which.long()]).reshape(-1, 1)
     return (y.float() / scale).round().clamp(-127, 127), scale
@@ -79,7 +93,7 @@ class Integers:
 
     def __init__(self, shape: Sequence[int], rows: int, kind: str, device: str) -> None:
         attention, hidden, inner, qkv = shape
-        self.sinks = torch.tensor([1, 0][:rows], dtype=torch.int32, device=device)
+        self.sinks = torch.tensor([1, 0, 0, 1][:rows], dtype=torch.int32, device=device)
         both = torch.tensor([[0.03, 0.1], [0.05, 0.2], [0.06, 0.2], [0.05, 0.1]], device=device)
         formats = [InputFormat(torch.int8)] * 4
         if kind != "by token":
@@ -179,6 +193,7 @@ class Heads:
     Args:
         lengths: Of the sequences, the new token included.
         centred: Whether q and k are normed, and keys of int8 centred.
+        joined: How many rows, the last ones, are tokens of one sequence.
     """
 
     def __init__(
@@ -191,6 +206,7 @@ class Heads:
         lengths: Sequence[int],
         centred: bool,
         device: str,
+        joined: int = 1,
     ) -> None:
         rows, pages = len(lengths), sum(-(-n // 64) for n in lengths) + 3
         offset = torch.randn(kv, dim, device=device) / 4 if centred and cache == 8 else None
@@ -214,6 +230,9 @@ class Heads:
                 self.slots[row] = own[-1].long() * 64 + (n - 1) % 64
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
         self.positions = (self.lengths.long() - 1).clamp(min=0)
+        if joined > 1:
+            self.tables[-joined:], own = self.tables[-1].clone(), self.positions[-joined:]
+            self.slots[-joined:] = self.tables[-1, own // 64].long() * 64 + own % 64
         angle = torch.rand(max(lengths) + 1, dim // 2, device=device) * 6.28
         self.turn = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
         q_norm, k_norm = ((torch.rand(dim, device=device) + 0.5).bfloat16() for _ in "qk")

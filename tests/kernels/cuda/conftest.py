@@ -14,9 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.cpu.build import compiler
-from kernels.cuda import fused_block
+from kernels.cuda import block_weights, fused_block
+from kernels.cuda.nvrtc import TensorMap
 
 ROUNDS = 100_000  # a block takes about two thousand
 OPTIONS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off"]
@@ -69,6 +71,11 @@ def processors(request, monkeypatch, tmp_path_factory) -> int:
         assert (name, values["SHARED"]) == ("fused_block", shared)
         return EmulatedKernel(folder, source, values)
 
+    def tensor_map(weight: Tensor, outputs: int) -> TensorMap:
+        assert outputs == block_weights.GROUP
+        return TensorMap((weight.data_ptr(), weight.shape[1]))
+
     monkeypatch.setattr(fused_block, "CudaKernel", kernel)
+    monkeypatch.setattr(block_weights, "tensor_map", tensor_map)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     return request.param

@@ -11,22 +11,35 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
-from inference.gpu.fused import FusedLayers
 from kernels.bench.case import relative
 from kernels.cuda.attention import attention_shape
 from kernels.cuda.fused_block import FusedBlocks
-from tests.kernels.cuda.blocks import EPS, Heads, Integers, Mixture, draw, expected, in_int8
+from tests.kernels.cuda.blocks import (
+    EPS,
+    Heads,
+    Integers,
+    Mixture,
+    draw,
+    draw_dense,
+    expected,
+    in_int8,
+)
 
 pytestmark = [pytest.mark.usefixtures("processors"), pytest.mark.ci]  # seconds each
 unevenly = pytest.mark.parametrize("processors", [8, 7], indirect=True)  # 7 share nothing evenly
 CPU = torch.device("cpu")
 SHAPE = 1024, 1280, 1408, 1984  # no size like another
 # (channels, inputs of down, KV heads, queries of each, channels of a head, bits of the cache,
-# lengths of the sequences, whether q and k are normed and keys are centred)
+# lengths of the sequences, whether q and k are normed and keys are centred, rows of one sequence)
 ATTENTIONS = {
     "int8": (1024, 1024, 4, 4, 64, 8, [200], False),
     "centred int8, a row of nothing": (1024, 1024, 1, 8, 128, 8, [130, 0], True),
     "bf16, several turns": (1024, 1152, 1, 8, 128, 16, [65, 700], True),
+    "three rows": (1024, 1024, 2, 8, 64, 8, [129, 0, 200], True),
+    "four rows of bf16": (1024, 1152, 1, 8, 128, 16, [64, 1, 700, 65], False),
+    "two of a sequence": (1024, 1024, 4, 4, 64, 8, [9, 10], True, 2),
+    "three of a sequence, in two turns": (1024, 1152, 1, 8, 128, 16, [70, 320, 321, 322], True, 3),
+    "four of a sequence, of two programs": (1024, 1024, 1, 8, 128, 8, [*range(127, 131)], True, 4),
 }
 
 
@@ -46,7 +59,7 @@ def check(found, wanted, *bounds):
 
 @unevenly
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_a_block_equals_its_products_in_fp64(rows, zeros):
     weights, plain, biases = draw(SHAPE, "cpu", zeros=zeros, bias=zeros)
     x, residual = (torch.randn(rows, n).bfloat16() for n in SHAPE[:2])
@@ -56,10 +69,21 @@ def test_a_block_equals_its_products_in_fp64(rows, zeros):
 
 
 @unevenly
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_block_of_floats_equals_its_products_in_fp64(rows):
+    weights, plain, biases = draw_dense(SHAPE, "cpu", bias=True)
+    x, residual = (torch.randn(rows, n).bfloat16() for n in SHAPE[:2])
+    blocks = FusedBlocks(weights.shape, rows, CPU)
+    found = run(blocks, weights, x, None, residual, EPS)
+    check(found, expected(weights, plain, biases, x, residual), 4e-3, 8e-3)
+
+
+@unevenly
 @pytest.mark.parametrize("kind", ["by token", "static", "sinks"])
-def test_a_block_of_integers_equals_its_products(kind):
-    own = Integers(SHAPE, 2, kind, "cpu")
-    blocks = FusedBlocks(own.weights.shape, 2, CPU)
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_a_block_of_integers_equals_its_products(rows, kind):
+    own = Integers(SHAPE, rows, kind, "cpu")
+    blocks = FusedBlocks(own.weights.shape, rows, CPU)
     found = run(blocks, own.weights, *own.given, own.residual, EPS, own.sinks)
     check(found, own.expected(), 2e-3, 4e-3)
 
@@ -73,12 +97,13 @@ def test_a_mixture_equals_its_products_in_fp64(normalized):
     check(found, own.expected(x, residual), 4e-3, 8e-3)
 
 
+@pytest.mark.parametrize("drawn", [draw, draw_dense])
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_a_block_with_its_attention_equals_it_in_fp64(name):
+def test_a_block_with_its_attention_equals_it_in_fp64(name, drawn):
     hidden, inner, kv, queries, dim, *rest = ATTENTIONS[name]
-    own = Heads(hidden, kv, queries, dim, *rest, "cpu")
+    own = Heads(hidden, kv, queries, dim, *rest[:3], "cpu", *rest[3:])
     shape = kv * queries * dim, hidden, inner, (queries + 2) * kv * dim
-    weights, plain, biases = draw(shape, "cpu")
+    weights, plain, biases = drawn(shape, "cpu")
     assert weights.shape is not None
     heads = attention_shape(own.inputs(own.pools[0]), kv * queries)
     blocks = FusedBlocks(replace(weights.shape, heads=heads), len(own.qkv), CPU)
@@ -91,30 +116,53 @@ def test_a_block_with_its_attention_equals_it_in_fp64(name):
 
 @unevenly
 @pytest.mark.parametrize("kind", ["by token", "static"])
-def test_a_block_of_integers_with_its_attention_equals_it(kind):
-    hidden, inner, kv, queries, dim, *rest = 1024, 1024, 1, 8, 128, 8, [130, 65], True
+@pytest.mark.parametrize("lengths", [[130, 65], [65, 0, 130], [1, 130, 64, 66]])
+def test_a_block_of_integers_with_its_attention_equals_it(lengths, kind):
+    hidden, inner, kv, queries, dim, *rest = 1024, 1024, 1, 8, 128, 8, lengths, True
     heads = Heads(hidden, kv, queries, dim, *rest, "cpu")
     shape = kv * queries * dim, hidden, inner, (queries + 2) * kv * dim
-    own = Integers(shape, 2, kind, "cpu")
+    own = Integers(shape, len(lengths), kind, "cpu")
     own.residual = heads.residual
     own.x = in_int8(heads.expected().float(), own.weights.inputs[0], own.sinks)
     given = replace(own.weights.shape, heads=attention_shape(heads.inputs(heads.pools[0]), queries))
-    blocks = FusedBlocks(given, 2, CPU)
+    blocks = FusedBlocks(given, len(lengths), CPU)
     found = run(blocks, own.weights, heads.attention(), None, own.residual, EPS)
     check(found, own.expected(), 3e-2, 4e-2)  # an integer of the rows is another one now and then
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_attention_of_a_token_and_its_draft_is_left_to_single_kernels(rows):
-    heads = Heads(1024, 4, 4, 64, 8, [200, 201][:rows], False, "cpu")
-    layers = FusedLayers([], torch.bfloat16, CPU)
-    layers._blocks = [draw((1024, 1024, 1024, 1536), "cpu")[0]]
-    assert layers.attends(0, heads.attention(), None) == (rows == 1)
-    assert layers.takes(0, torch.empty(rows, 1024), None)
+@unevenly
+@pytest.mark.parametrize("kind", ["int4", "int8", "mixture", "with attention"])
+def test_the_last_block_ends_with_the_residual_stream(kind, processors):
+    heads, x, scale = None, torch.randn(1, 1024).bfloat16(), None
+    if kind == "int8":
+        own = Integers(SHAPE, 1, "static", "cpu")
+        weights, (x, scale) = own.weights, own.given
+    elif kind == "mixture":
+        if processors == 7:
+            return  # whose programs would own outputs of two experts
+        weights = Mixture((1024, 1280, 512, 1984, 20, 4), "cpu", normalized=True).weights
+    else:
+        weights = draw(SHAPE, "cpu")[0]
+    if kind == "with attention":
+        attention = Heads(1280, 4, 4, 64, 8, [200], False, "cpu")
+        weights = draw((1024, 1280, 1408, 1536), "cpu")[0]
+        x = attention.attention()
+        heads = attention_shape(attention.inputs(attention.pools[0]), 16)
+    residual = torch.randn(1, 1280).bfloat16()
+    last = replace(weights, qkv=None, norms=weights.norms[:1], inputs=weights.inputs[:3])
+    totals = []
+    for own in (weights, last):
+        blocks = FusedBlocks(replace(own.shape, heads=heads), 1, CPU)
+        totals += [blocks.run(own, x, scale, sign * residual, EPS) for sign in (1, -1, 1)]
+    assert all(qkv is None for _, qkv in totals[3:])
+    assert all(
+        torch.equal(own[0], other[0]) for own, other in zip(totals[:3], totals[3:], strict=True)
+    )
 
 
-def test_numbers_that_are_not_finite_go_through_and_do_not_stay():
-    weights, *_ = draw(SHAPE, "cpu")
+@pytest.mark.parametrize("drawn", [draw, draw_dense])
+def test_numbers_that_are_not_finite_go_through_and_do_not_stay(drawn):
+    weights, *_ = drawn(SHAPE, "cpu")
     blocks = FusedBlocks(weights.shape, 1, CPU)
     x, residual = (torch.randn(1, n).bfloat16() for n in SHAPE[:2])
     wanted = blocks.run(weights, x, None, residual, EPS)

@@ -53,13 +53,13 @@ struct Program {
   u32 turn = 0;
 };
 struct Write { void* place; u32 bits; int size, delay; };
-struct Copy { char* to; const char* from; int delay, *asked; };  // 16 bytes
-struct Arrival { u32* barrier; int* asked; };
+struct Copy { char* to; const char* from; int bytes, delay, *asked; };
+struct Arrival { u32* barrier; int* asked; };  // a barrier: bytes to come, and arrivals
 struct Thread {
   ucontext_t start;
   jmp_buf at;  // where it waits
   std::vector<Write> writes;
-  int asked = 0;  // copies that are not there
+  int asked = 0;  // bytes that are not there
   bool started = false, done = false;
 };
 struct Place { int x; };
@@ -73,6 +73,7 @@ inline jmp_buf scheduler;
 inline int now;        // the thread that runs
 inline char* arena;    // shared memory of all programs
 inline u64 state = 1;  // of what is drawn
+inline u32 phase = 1;  // arrivals of a phase of a barrier
 
 inline u32 drawn() {
   state ^= state << 13, state ^= state >> 7, state ^= state << 17;
@@ -123,14 +124,14 @@ inline void settle_copies() {
       copies[kept++] = own;
       continue;
     }
-    std::memcpy(own.to, own.from, 16);
-    --*own.asked;
+    std::memcpy(own.to, own.from, own.bytes);
+    *own.asked -= own.bytes;
   }
   copies.resize(kept);
   kept = 0;
   for (Arrival& own : arrivals) {
     if (*own.asked) arrivals[kept++] = own;
-    else if (++own.barrier[0] % LANES == 0) own.barrier[1] ^= 1;  // arrivals, and the phase
+    else own.barrier[1]++;
   }
   arrivals.resize(kept);
 }
@@ -311,22 +312,43 @@ template <typename T>
 T& shared_memory() { return *(T*)emulation::programs[blockIdx.x].memory; }
 inline void wait_for_kernels_ahead() {}
 inline u64 evicted_first() { return 0; }
-inline void start_barriers(u32 first, int count) {
+inline bool elected() { return emulation::now % 32 == 0; }
+template <int ARRIVALS>
+void start_barriers(u32 first, int count) {
+  emulation::phase = ARRIVALS;
   for (int i = 0; i < count; i++) ((u64*)(emulation::arena + first))[i] = 0;
+}
+inline void copy_later(u32 to, const void* from, int bytes, int* asked) {
+  const int delay = (int)(emulation::drawn() % 16);
+  emulation::copies.push_back({emulation::arena + to, (const char*)from, bytes, delay, asked});
 }
 inline void copy(u32 to, const void* from, u64) {
   int* asked = &emulation::threads[emulation::now].asked;
-  ++*asked;
-  emulation::copies.push_back(
-      {emulation::arena + to, (const char*)from, (int)(emulation::drawn() % 16), asked});
+  *asked += 16;
+  copy_later(to, from, 16, asked);
 }
 inline void arrive_when_copied(u32 barrier) {
   int* asked = &emulation::threads[emulation::now].asked;
   emulation::arrivals.push_back({(u32*)(emulation::arena + barrier), asked});
 }
+inline void expect(u32 barrier, u32 bytes) {
+  int* asked = (int*)(emulation::arena + barrier);
+  *asked += (int)bytes;
+  emulation::arrivals.push_back({(u32*)asked, asked});
+}
+// A tensor map here: where [outputs, inputs] in bf16 begin, and inputs.
+inline void copy_box(u32 to, const void* map, int, int output, int run, u32 barrier, u64) {
+  const u64* own = (const u64*)map;
+  for (int i = 0; i < 4; i++) {
+    for (int row = 0; row < 16; row++) {
+      const u16* from = (const u16*)own[0] + (output + row) * own[1] + (run + i) * 32;
+      copy_later(to + i * 1024 + row * 64, from, 64, (int*)(emulation::arena + barrier));
+    }
+  }
+}
 inline void wait_for(u32 barrier, u32 parity) {
   const volatile u32* own = (u32*)(emulation::arena + barrier);
-  while (own[1] == parity) emulation::wait();
+  while ((own[1] / emulation::phase & 1) == parity) emulation::wait();
 }
 inline float warp_sum(float value) {
   for (int far = 16; far; far /= 2) value += __shfl_xor_sync(~0u, value, far);

@@ -1,0 +1,70 @@
+// Weights in bf16 times bf16 inputs, as kernels.triton.linear.w16a16 has them: [outputs, inputs].
+// The copy unit brings a slot: 4 runs of 32 inputs, each of 16 outputs, of which 16 bytes of a lane
+// are operands of two products as they stand. (Copied by lanes, blocks take longer than in single
+// kernels.)
+
+template <int P>
+__device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u32, u32 block,
+                                           u32 group, int count, int) {
+  if (!elected()) return;
+  expect(ring.barrier(), count > 0 ? SLOT : 0);
+  if (count <= 0) return;
+  copy_box(ring.slot(), &own.map[P], 0, group * GROUP, block * 4, ring.barrier(), ring.policy);
+}
+
+__device__ __forceinline__ void lay_block(Memory& memory, u32 v0, u32 v1, int block, int row,
+                                          int lane, float) {
+  u32* place = &memory.x[block][row][first_pair(lane) / 2];
+  place[0] = v0, place[32] = v1;
+}
+
+#include "float_rows.cuh"
+
+// What a lane multiplies weights of a block by: of each run of 32 inputs 8 t on, of a row.
+struct Inputs {
+  uint4 x[4];
+
+  __device__ __forceinline__ Inputs(const Memory& memory, int block, int lane) {
+    const int column = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      x[i] = make_uint4(0, 0, 0, 0);
+      if (column < COLUMNS) x[i] = ((const uint4*)memory.x[block][column])[4 * i + t];
+    }
+  }
+};
+
+// Of each group outputs `lane / 4` and 8 further on, of rows 2 (lane % 4) and the next.
+template <int P>
+struct Sums {
+  static constexpr int PAIR = ROWS < 2 ? 1 : 2;  // of rows, that a lane has
+  float sum[sides(P) * most(P)][2][PAIR] = {};
+
+  __device__ __forceinline__ void add(int to, const char* slot, int, const Inputs& x, int lane) {
+    const char* place = slot + (lane >> 2) * 64 + (lane & 3) * 16;
+    float d[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint4 a = *(const uint4*)(place + i * 1024);
+      const uint4 b = *(const uint4*)(place + i * 1024 + 512);
+      multiply_bf16(d, a.x, b.x, a.y, b.y, x.x[i].x, x.x[i].y);
+      multiply_bf16(d, a.z, b.z, a.w, b.w, x.x[i].z, x.x[i].w);
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * PAIR; i++) sum[to][i / PAIR][i % PAIR] += d[i / PAIR * 2 + i % PAIR];
+  }
+
+  __device__ __forceinline__ void leave(Memory& memory, int warp, int lane) const {
+    const int output = lane >> 2, first = lane % 4 * 2;
+    if (first >= ROWS) return;
+#pragma unroll
+    for (int i = 0; i < sides(P) * most(P); i++) {
+#pragma unroll
+      for (int j = 0; j < PAIR; j++) {
+        if (first + j >= ROWS) continue;
+        memory.part[warp][first + j][i * GROUP + output] = sum[i][0][j];
+        memory.part[warp][first + j][i * GROUP + output + 8] = sum[i][1][j];
+      }
+    }
+  }
+};
