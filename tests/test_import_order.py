@@ -43,6 +43,7 @@ FLOORS = {
         bench""",
     "kernels.cuda": """
         nvrtc attention
+        block_weights
         fused_block""",
     "kernels.triton": """
         tuning gluon_names versions

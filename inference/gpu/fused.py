@@ -1,11 +1,11 @@
 """Which blocks of a decoder run in one kernel, to the next block's q/k/v.
 
-Steps of up to four tokens on Hopper, of one where there is a mixture of experts; of blocks without
-norms after their sub-layers whose linear layers hold 4-bit weights in groups of 128 inputs or bf16
-ones and take bf16 rows, or int8 weights and rows: `kernels.cuda.fused_block`. It begins with the
-rotation of q and k, the write to the cache and attention, where `kernels.cuda.attention` takes
-these, else with the o layer. All other blocks and steps run kernel by kernel
-(`inference.gpu.decoder`), as do steps whose tokens have the same bits in any step.
+Steps of few tokens on Hopper, as many as `BlockShape.most_rows`; of blocks without norms after
+their sub-layers whose linear layers hold 4-bit weights in groups of 128 inputs or bf16 ones and
+take bf16 rows, or int8 weights and rows: `kernels.cuda.fused_block`. It begins with the rotation
+of q and k, the write to the cache and attention, where `kernels.cuda.attention` takes these, else
+with the o layer. All other blocks and steps run kernel by kernel (`inference.gpu.decoder`), as do
+steps whose tokens have the same bits in any step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from inference.models.layers import MixtureOfExperts
 from inference.models.parts import Layer
 from kernels.cuda.attention import Attention, AttentionShape, attention_shape
 from kernels.cuda.block_weights import BlockShape, BlockWeights, Router, Weight
-from kernels.cuda.fused_block import MOST_ROWS, FusedBlocks
+from kernels.cuda.fused_block import FusedBlocks
 from kernels.triton.common import capability
 from kernels.triton.linear.w16a16 import DenseWeight
 
@@ -51,7 +50,7 @@ class FusedLayers:
         self._blocks: list[BlockWeights | None] = [None] * len(layers)
         self._kernels: dict[tuple[BlockShape, int], FusedBlocks | None] = {}
         if dtype == torch.bfloat16 and device.type == "cuda" and capability() == 90:
-            self._blocks = [_block(own, after) for own, after in pairwise([*layers, None])]
+            self._blocks = list(map(_block, layers, [*layers[1:], None]))
 
     def takes(self, block: int, rows: Tensor, adapters: BlockAdapters | None) -> bool:
         """Whether a block runs in one kernel.
@@ -116,32 +115,31 @@ class FusedLayers:
         self, block: int, rows: int, heads: AttentionShape | None = None
     ) -> FusedBlocks | None:
         weights = self._blocks[block]
-        most = 1 if weights is not None and weights.router else MOST_ROWS
-        if weights is None or not 1 <= rows <= most or weights.shape is None:
+        shape = None if weights is None else weights.shape
+        if shape is None or not 1 <= rows <= shape.most_rows:
             return None
-        key = replace(weights.shape, heads=heads), rows
+        key = replace(shape, heads=heads), rows
         if key not in self._kernels:
             self._kernels[key] = self._compiled(*key)
         return self._kernels[key]
 
     def _compiled(self, shape: BlockShape, rows: int) -> FusedBlocks | None:
+        found = "blocks run by more kernels in steps of %d tokens: %s"
         try:
             return FusedBlocks(shape, rows, self._device)
-        except (RuntimeError, ValueError) as error:
-            log.warning("blocks run by more kernels in steps of %d tokens: %s", rows, error)
-            return None
+        except ValueError as error:  # the shape does not fit, which is no fault
+            log.debug(found, rows, error)
+        except RuntimeError as error:
+            log.warning(found, rows, error)
+        return None
 
 
 def _block(
-    own: Layer[GpuLinear, GpuExperts] | None, following: Layer[GpuLinear, GpuExperts] | None
+    own: Layer[GpuLinear, GpuExperts], following: Layer[GpuLinear, GpuExperts] | None
 ) -> BlockWeights | None:
     """What is between two attentions, or after the last, where the kernel takes it."""
-    assert own is not None
-    inner, norms = own.feed_forward, [own.before_feed_forward]
-    if following is not None:
-        norms.append(following.before_attention)
-    latent = own.latent is not None or (following is not None and following.latent is not None)
-    if inner.activation != "silu" or latent:
+    inner, after = own.feed_forward, () if following is None else (following,)
+    if inner.activation != "silu" or any(layer.latent is not None for layer in (own, *after)):
         return None
     if own.after_attention is not None or own.after_feed_forward is not None:
         return None
@@ -151,7 +149,8 @@ def _block(
         if router is None or inner.gate_up.merged is None or inner.down.merged is None:
             return None
         gate_up, down = inner.gate_up.each[0], inner.down.each[0]
-    layers = [own.o, gate_up, down, *([] if following is None else [following.qkv])]
+    layers = [own.o, gate_up, down, *(layer.qkv for layer in after)]
+    norms = [own.before_feed_forward, *(layer.before_attention for layer in after)]
     plain = [layer for layer in layers if isinstance(layer, GpuLinear) and _plain(layer)]
     weights = [own.weight for own in plain if isinstance(own.weight, Weight)]
     known = [norm for norm in norms if norm is not None]

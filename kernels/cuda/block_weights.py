@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import cached_property
 
 import torch
@@ -68,6 +68,11 @@ class BlockShape:
         return max(-(-n // -(-n // processors)) for n in self.groups[:3])
 
     @property
+    def most_rows(self) -> int:
+        """Tokens up to which a block in one kernel is faster than single kernels, as measured."""
+        return 1 if self.experts else 4 if self.bits == 8 else 2
+
+    @property
     def chunk(self) -> int:
         """Groups of outputs in a slot."""
         return 1 if self.bits == 16 else 2
@@ -126,7 +131,7 @@ class Router:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """What stands between two attentions.
+    """What stands between two attentions, or after the last.
 
     Attributes:
         o: [hidden, attention].
@@ -144,8 +149,9 @@ class BlockWeights:
     gate_up: Weight
     down: Weight
     qkv: Weight | None = None
-    norms: Sequence[Tensor] = ()
-    inputs: Sequence[InputFormat] = ()
+    _: KW_ONLY
+    norms: Sequence[Tensor]
+    inputs: Sequence[InputFormat]
     router: Router | None = None
 
     @property

@@ -46,7 +46,7 @@ from kernels.cuda.nvrtc import CudaKernel, TensorMap
 from kernels.triton.common import require
 
 SOURCE = Path(__file__).with_name("fused_block.cu")
-MOST_ROWS = 4
+MOST_ROWS = 4  # that it runs; `BlockShape.most_rows` are those that gain
 DEEPEST = 3  # slots of a ring: with more, what programs hand on waits for weights
 
 

@@ -113,8 +113,11 @@ def compiled(
 
 
 def tensor_map(weight: Tensor, outputs: int) -> TensorMap:
-    """How TMA reads a bf16 weight [N, K]: as [K / 32, N, 32], of which it brings boxes [4, outputs,
-    32] (Driver API reference, `cuTensorMapEncodeTiled`).
+    """How TMA reads a contiguous bf16 weight [N, K]: as [K / 32, N, 32], of which it brings boxes
+    [4, outputs, 32] (Driver API reference, `cuTensorMapEncodeTiled`).
+
+    Raises:
+        RuntimeError: the driver refuses it.
     """
     n, k = weight.shape
     sizes, strides = (ctypes.c_uint64 * 3)(32, n, k // 32), (ctypes.c_uint64 * 2)(2 * k, 64)

@@ -5,15 +5,21 @@ What a device alone shows (instructions, registers, times) is tested by `tests/g
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
+from inference.gpu.fused import FusedLayers
 from kernels.bench.case import relative
+from kernels.cuda import fused_block
 from kernels.cuda.attention import attention_shape
+from kernels.cuda.block_weights import BlockShape
 from kernels.cuda.fused_block import FusedBlocks
+from kernels.cuda.nvrtc import CompilerMissingError
 from tests.kernels.cuda.blocks import (
     EPS,
     Heads,
@@ -69,7 +75,7 @@ def test_a_block_equals_its_products_in_fp64(rows, zeros):
 
 
 @unevenly
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_a_block_of_floats_equals_its_products_in_fp64(rows):
     weights, plain, biases = draw_dense(SHAPE, "cpu", bias=True)
     x, residual = (torch.randn(rows, n).bfloat16() for n in SHAPE[:2])
@@ -170,3 +176,40 @@ def test_numbers_that_are_not_finite_go_through_and_do_not_stay(drawn):
     broken[0, 5] = torch.nan
     assert all(y.isnan().all() for y in blocks.run(weights, broken, None, residual, EPS))
     assert all(map(torch.equal, blocks.run(weights, x, None, residual, EPS), wanted))
+
+
+def test_maps_of_weights_are_aligned_as_the_source_aligns_them():
+    assert fused_block._Arguments.map.offset % 64 == 0
+
+
+def layers_of(shape):
+    """A decoder of one block, whose weights have some shape."""
+    layers = FusedLayers([], torch.bfloat16, CPU)
+    layers._blocks = [SimpleNamespace(shape=shape)]
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("most", "kind"),
+    [(2, {}), (2, {"bits": 16}), (4, {"bits": 8}), (1, {"experts": 20, "chosen": 4})],
+)
+def test_steps_of_as_many_tokens_as_gain_run_in_one_kernel(monkeypatch, most, kind):
+    monkeypatch.setattr(fused_block, "CudaKernel", lambda *_: None)  # which takes time to compile
+    layers = layers_of(BlockShape(1024, 1024, 512 if "experts" in kind else 1408, 1536, **kind))
+    taken = [layers.takes(0, torch.empty(rows, 1024), None) for rows in range(7)]
+    assert taken == [1 <= rows <= most for rows in range(7)]
+
+
+def test_a_shape_that_does_not_fit_is_no_fault_and_a_missing_compiler_is_one(monkeypatch, caplog):
+    def missing(*_):
+        raise CompilerMissingError("NVRTC is not installed")
+
+    monkeypatch.setattr(fused_block, "CudaKernel", missing)
+    caplog.set_level(logging.DEBUG, "ptq.inference")
+    for inner in (18944, 1408):
+        layers, rows = layers_of(BlockShape(1024, 1024, inner, 1536, bits=16)), torch.empty(2, 1024)
+        assert not any(layers.takes(0, rows, None) for _ in range(3))
+    (first, size), (second, fault) = [(own.levelname, own.message) for own in caplog.records]
+    assert (first, second) == ("DEBUG", "WARNING")
+    assert "bytes of shared memory" in size
+    assert "steps of 2 tokens: NVRTC is not installed" in fault
