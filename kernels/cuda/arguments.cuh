@@ -15,7 +15,7 @@ struct Cache {  // and what the attention in front reads beside it
   int width;
 };
 
-struct __align__(64) Map {  // how the copy unit reads a weight: `tensor_map` of nvrtc.py
+struct __align__(64) Map {  // how TMA reads a weight: `tensor_map` of nvrtc.py
   char bytes[128];
 };
 

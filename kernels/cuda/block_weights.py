@@ -70,7 +70,7 @@ class BlockShape:
     @property
     def most_rows(self) -> int:
         """Tokens up to which a block in one kernel is faster than single kernels, as measured."""
-        return 1 if self.experts else 4 if self.bits == 8 else 2
+        return 1 if self.experts else 2 if self.bits == 16 else 4
 
     @property
     def chunk(self) -> int:
@@ -100,7 +100,7 @@ class BlockShape:
         if self.heads is not None:
             x = max(x, self.heads.shared(self.warps, rows))
         x = x + parts if few else max(x, parts)
-        of_rows = max(self.inputs) // BLOCK * 8 * rows + 8 * rows + 4 * max(1, self.experts)
+        of_rows = max(self.inputs) // BLOCK * 8 * rows + 8 * rows + 4 * max(1, self.experts) + 8
         return self.warps * of_warp + x + of_rows + 64
 
     def values(self, rows: int, programs: int, depth: int) -> dict[str, int]:
@@ -171,7 +171,7 @@ class BlockWeights:
 
     @cached_property
     def maps(self) -> tuple[TensorMap, ...]:
-        """How the copy unit reads weights in bf16; none of others."""
+        """How TMA reads weights in bf16; none of others."""
         dense = [w.weight for w in self.weights if isinstance(w, DenseWeight)]
         return tuple(tensor_map(weight, GROUP) for weight in dense)
 

@@ -1,90 +1,87 @@
-// How rows of bf16 are laid for weights, block by block, by `lay_block` of the file of the weights.
-
-// Leaves the blocks of rows that this warp multiplies, once they are there; a norm, and what a
-// router makes of it, are of all warps.
+// Rows of bf16, laid for weights block by block, by `lay_block` of the file of the weights.
+//
+// A warp lays a block, once all of it is there, when it is about to multiply it, and has asked for the
+// next ones. Of normed rows blocks are without the factor that all inputs have in common: products,
+// and a router's outputs, are multiplied by it. So no warp waits for what others read.
 template <int P>
-__device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
-                                         const Router& router, int warp, int lane) {
-  constexpr int COUNT = own_blocks(P);
-  const int pair = first_pair(lane);
-  u32 norm[COUNT][2];
-  if (normed(P)) {
+struct Rows {
+  static constexpr bool WHOLE = EXPERTS && P == GATE_UP;  // before experts are chosen
+  static constexpr int ASKED = smaller(own_blocks(P), 2);
+  const Block& own;
+  const u16* x;
+  u32 v[ASKED][ROWS][2], norm[ASKED][2];
+  float squares[ROWS] = {};
+
+  __device__ __forceinline__ Rows(const Block& own, const void* x, int warp, int lane)
+      : own(own), x((const u16*)x) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const int block = warp + i * WARPS;
-      const u16* place = own.norm[P == NEXT_QKV] + block * 128 + pair;
-      norm[i][0] = block < blocks(P) ? __ldg((const u32*)place) : 0;
-      norm[i][1] = block < blocks(P) ? __ldg((const u32*)(place + 64)) : 0;
-    }
+    for (int i = 0; i < ASKED; i++) ask(i, warp + i * WARPS, lane);
   }
-  const u32 all = own_bits<P>(warp);
-  u32 next[COUNT][2] = {};  // of a row that is asked for ahead
-  const auto ask = [&](u32 (*to)[2], int row, u32 which) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      if (!(which >> i & 1)) continue;
-      const u16* place = (const u16*)x + row * inputs(P) + (warp + i * WARPS) * 128 + pair;
-      to[i][0] = read_now(place), to[i][1] = read_now(place + 64);
+
+  __device__ __forceinline__ void ask_row(int i, int row, int block, int lane) {
+    const u16* place = x + row * inputs(P) + block * 128 + first_pair(lane);
+    v[i][row][0] = read_now(place), v[i][row][1] = read_now(place + 64);
+  }
+  __device__ __forceinline__ void ask(int i, int block, int lane) {
+    if (block >= blocks(P)) return;
+    if (normed(P)) {
+      const u16* place = own.norm[P == NEXT_QKV] + block * 128 + first_pair(lane);
+      norm[i][0] = __ldg((const u32*)place), norm[i][1] = __ldg((const u32*)(place + 64));
     }
-  };
-  if (AHEAD) ask(next, 0, all);
-#pragma unroll 1
-  for (int row = 0; row < ROWS; row++) {
-    u32 v[COUNT][2] = {}, left = all;
-    const auto lay = [&](int i) {
-      const int block = warp + i * WARPS;
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) ask_row(i, row, block, lane);
+  }
+
+  // Lays the warp's i-th block, and asks for another one.
+  __device__ __forceinline__ void lay(Memory& memory, Router& router, int i, int warp, int lane) {
+    const int block = warp + i * WARPS;
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      const u32* bits = v[0][row];
+      while ((P != O || KV_HEADS) && __any_sync(~0u, half_blank(bits[0]) || half_blank(bits[1]))) {
+        ask_row(0, row, block, lane);
+      }
+      float y[4] = {low(bits[0]), high(bits[0]), low(bits[1]), high(bits[1])};
+      if (normed(P)) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          squares[row] += y[j] * y[j];
+          y[j] *= j % 2 ? high(norm[0][j / 2]) : low(norm[0][j / 2]);
+        }
+      }
+      if constexpr (WHOLE) router.add(i, y);
       const bool expert = EXPERTS && P == DOWN;
       const float share = expert ? memory.share[warp][min(block / (INNER / 128), CHOSEN - 1)] : 1.f;
-      lay_block(memory, v[i][0], v[i][1], block, row, lane, share);
-    };
-    if (AHEAD) {
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) v[i][0] = next[i][0], v[i][1] = next[i][1];
+      lay_block(memory, y, block, row, lane, share);
     }
-    while (left) {
-      if (!AHEAD) ask(v, row, left);
-      u32 there = 0;
+    __syncwarp();
 #pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-        const bool blank = half_blank(v[i][0]) || half_blank(v[i][1]);
-        if (!(left >> i & 1) || (P != O || KV_HEADS) && __any_sync(~0u, blank)) continue;
-        left ^= 1u << i;
-        if (normed(P)) continue;
-        if (AHEAD) there |= 1u << i;
-        else lay(i);
-      }
-      if (!AHEAD) continue;
-      if (left) ask(v, row, left);
-      else if (row + 1 < ROWS) ask(next, row + 1, all);
+    for (int k = 0; k < ASKED - 1; k++) {
+      norm[k][0] = norm[k + 1][0], norm[k][1] = norm[k + 1][1];
 #pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-        if (there >> i & 1) lay(i);
+      for (int row = 0; row < ROWS; row++) {
+        v[k][row][0] = v[k + 1][row][0], v[k][row][1] = v[k + 1][row][1];
       }
     }
-    if (!normed(P)) continue;
-    float sum = 0;
+    ask(ASKED - 1, block + ASKED * WARPS, lane);
+  }
+
+  // Lays all blocks, where experts are to be chosen by them.
+  __device__ __forceinline__ void lay_whole(Memory& memory, Router& router, int warp, int lane) {
+    if (!WHOLE) return;
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        sum += low(v[i][j]) * low(v[i][j]) + high(v[i][j]) * high(v[i][j]);
-      }
+    for (int i = 0; i < own_blocks(P); i++) {
+      if (warp + i * WARPS < blocks(P)) lay(memory, router, i, warp, lane);
     }
-    const float factor = norm_factor(own, memory, sum, row, warp, lane);
+    leave(memory, warp, lane);
+    router.leave(memory, warp, lane);
+  }
+
+  // Leaves this warp's sums of the squares.
+  __device__ __forceinline__ void leave(Memory& memory, int warp, int lane) const {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        v[i][j] = rounded_pair(low(v[i][j]) * factor * low(norm[i][j]),
-                               high(v[i][j]) * factor * high(norm[i][j]));
-      }
-    }
-    if constexpr (EXPERTS > 0 && P == GATE_UP) router.score(memory, v, warp, lane);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const int block = warp + i * WARPS;
-      if (block < blocks(P)) lay_block(memory, v[i][0], v[i][1], block, row, lane, 1.f);
+    for (int row = 0; row < (normed(P) ? ROWS : 0); row++) {
+      leave_squares(memory, squares[row], row, warp, lane);
     }
   }
-  __syncwarp();
-}
+};

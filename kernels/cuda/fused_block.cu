@@ -30,6 +30,7 @@ constexpr u32 BLANK = ~0u;  // a NaN that no operation gives: what is not handed
 constexpr int THREADS = WARPS * 32;
 
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int outputs(int p) {
   return p == GATE_UP ? 2 * INNER : p == NEXT_QKV ? QKV : HIDDEN;
 }
@@ -53,8 +54,7 @@ __host__ __device__ constexpr int turns(int p) {  // of all threads, over a side
 }
 constexpr int WIDEST = GROUP * larger(larger(most(O), 2 * most(GATE_UP)), most(NEXT_QKV));
 constexpr bool IN_PLACE = ROWS > 2;           // parts of sums take the place of inputs
-constexpr bool AHEAD = ROWS > 2;              // a row is asked for before the one ahead is laid
-constexpr int APART = ROWS > 2 ? 8 : 0;       // words, so that rows of parts are in other banks
+constexpr int APART = IN_PLACE ? 8 : 0;       // words, so that rows of parts are in other banks
 constexpr int LONGEST = larger(larger(blocks(O), blocks(DOWN)), blocks(GATE_UP));
 constexpr int SCORES = larger(1, (EXPERTS + PROGRAMS - 1) / PROGRAMS);  // of a program
 
@@ -124,6 +124,7 @@ struct Memory {
   float2 unit[LONGEST][ROWS];  // of 4 bits: what inputs count in, and (as bits) their sum
   float scale[2][ROWS];        // of 8 bits: what inputs of this product and of the next count in
   u64 barrier[WARPS][DEPTH];
+  u64 finished;                // a barrier: all warps have read the parts of a product
   float squares[ROWS][WARPS], tops[ROWS][WARPS];
   float score[SCORES][WARPS];  // parts of the router's outputs
   u32 logit[larger(1, EXPERTS)];
@@ -174,13 +175,15 @@ __device__ __forceinline__ u32 own_bits(int warp) {
   return (1u << (blocks(P) - warp + WARPS - 1) / WARPS) - 1;
 }
 
-// What a normed row is multiplied by; `sum` is of the squares that this thread has.
-__device__ __forceinline__ float norm_factor(const Block& own, Memory& memory, float sum, int row,
-                                             int warp, int lane) {
+// Leaves this warp's sum of a row's squares, of which this thread has some.
+__device__ __forceinline__ void leave_squares(Memory& memory, float sum, int row, int warp,
+                                              int lane) {
   sum = warp_sum(sum);
   if (lane == 0) memory.squares[row][warp] = sum;
-  __syncthreads();
-  sum = 0;
+}
+// What a normed row is multiplied by, when all warps have left these.
+__device__ __forceinline__ float norm_factor(const Block& own, const Memory& memory, int row) {
+  float sum = 0;
 #pragma unroll
   for (int i = 0; i < WARPS; i++) sum += memory.squares[row][i];
   return rsqrtf(sum / HIDDEN + own.eps);
@@ -199,11 +202,12 @@ __device__ __forceinline__ float norm_factor(const Block& own, Memory& memory, f
 
 // Leaves this warp's part of all outputs that the program owns, both sides of gate and up.
 template <int P>
-__device__ __forceinline__ void multiply(const Block& own, Memory& memory, Ring& ring, int warp,
-                                         int lane) {
+__device__ __forceinline__ void multiply(const Block& own, Memory& memory, Ring& ring, Rows<P>& rows,
+                                         Router& router, int warp, int lane) {
   Sums<P> sums;
 #pragma unroll 1
-  for (int block = warp; block < blocks(P); block += WARPS) {
+  for (int block = warp, i = 0; block < blocks(P); block += WARPS, i++) {
+    if (!Rows<P>::WHOLE) rows.lay(memory, router, i, warp, lane);
     const Inputs x(memory, block, lane);
 #pragma unroll
     for (int chunk = 0; chunk < sides(P) * chunks(P); chunk++) {
@@ -221,55 +225,13 @@ __device__ __forceinline__ void multiply(const Block& own, Memory& memory, Ring&
     }
   }
   if (IN_PLACE) __syncthreads();  // all warps have multiplied
+  else if (P != O) wait_for(shared_address(&memory.finished), (P - 1) & 1);
   sums.leave(memory, warp, lane);
+  if (!Rows<P>::WHOLE) rows.leave(memory, warp, lane);
   __syncthreads();
 }
 
-// Calls body(i, row, n, output) for each output of one side that the program owns, a thread each.
-template <int P, typename Body>
-__device__ __forceinline__ void for_outputs(Body body) {
-  const int count = owned<P>() * GROUP;
-#pragma unroll
-  for (int i = 0; i < turns(P); i++) {
-    const int k = threadIdx.x + i * THREADS;
-    if (k < count * ROWS) {
-      const int row = k / count, n = k - row * count;
-      body(i, row, n, (int)blockIdx.x * most(P) * GROUP + n);
-    }
-  }
-}
-
-// What a thread's outputs are multiplied by and added to, asked for before they are there.
-template <int P>
-struct Finish {
-  float scale[sides(P)][turns(P)], bias[sides(P)][turns(P)];
-
-  __device__ __forceinline__ explicit Finish(const Block& own) {
-    for_outputs<P>([&](int i, int, int, int output) {
-#pragma unroll
-      for (int side = 0; side < sides(P); side++) {
-        const int at = output + side * INNER;
-        scale[side][i] = BITS == 8 ? __ldg((const float*)own.scale[P] + at) : 1.f;
-        const void* place = own.bias[P];
-        bias[side][i] = !place       ? 0.f
-                        : BITS == 16 ? widened(__ldg((const u16*)place + at))
-                                     : __ldg((const float*)place + at);
-      }
-    });
-  }
-
-  // An output, rounded to bf16: the sum of the warps' parts in their order.
-  __device__ __forceinline__ float operator()(const Memory& memory, int i, int row, int n,
-                                              int side = 0) const {
-    Part sum = 0;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) {
-      sum += memory.part[warp][row][side * most(P) * GROUP + n];
-    }
-    const float times = BITS == 8 ? memory.scale[P & 1][row] * scale[side][i] : 1.f;
-    return widened(rounded(__fadd_rn(__fmul_rn((float)sum, times), bias[side][i])));
-  }
-};
+#include "finish.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fused_block(const __grid_constant__ Block own) {
@@ -284,13 +246,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   ring.known = EXPERTS ? (int)GATE_UP : STEPS;
   ring.policy = evicted_first();
   if (lane == 0) start_barriers<BITS == 16 ? 1 : 32>(ring.barriers, DEPTH);
+  if (threadIdx.x == 0) start_barrier_of_warps(shared_address(&memory.finished));
   __syncwarp();
 #if KV_HEADS
   Attention attention(own.cache, own.eps, memory.attending, warp, lane);
 #else
   fill(own, memory, ring, warp, lane);
 #endif
-  const Router router(own, warp, lane);
+  Router router(own, warp, lane);
 
   // Weights were asked for, but where attention waits for more; all else kernels ahead wrote.
   wait_for_kernels_ahead();
@@ -328,20 +291,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fill(own, memory, ring, warp, lane);
     __syncthreads();  // rows are laid where it had its sums
 #endif
-    lay_rows<O>(own, memory, x, router, warp, lane);
-    multiply<O>(own, memory, ring, warp, lane);
+    Rows<O> rows(own, x, warp, lane);
+    rows.lay_whole(memory, router, warp, lane);
+    multiply<O>(own, memory, ring, rows, router, warp, lane);
     for_outputs<O>([&](int i, int row, int n, int output) {
       const u16 bits = rounded(finish(memory, i, row, n) + residual[i]);
       residual[i] = widened(bits);
       hand_on(middle + row * HIDDEN + output, bits, other);
     });
+    finish_product(memory, lane);
   }
   {
     const Finish<GATE_UP> finish(own);
     float times[ROWS];
 #pragma unroll
     for (int row = 0; row < ROWS; row++) times[row] = static_times_of(own, DOWN, row);
-    lay_rows<GATE_UP>(own, memory, middle, router, warp, lane);
+    Rows<GATE_UP> rows(own, middle, warp, lane);
+    rows.lay_whole(memory, router, warp, lane);
     if (EXPERTS) {
       __syncthreads();
       const int expert = blockIdx.x + threadIdx.x * PROGRAMS;
@@ -349,36 +315,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float logit = 0;
 #pragma unroll
         for (int i = 0; i < WARPS; i++) logit += memory.score[threadIdx.x][i];
+        logit *= norm_factor(own, memory, 0);
         hand_on(logits + expert, __float_as_uint(logit), other);
       }
       choose(own, memory, logits, warp, lane);
       ring.known = STEPS;
       fill(own, memory, ring, warp, lane);
     }
-    multiply<GATE_UP>(own, memory, ring, warp, lane);
+    multiply<GATE_UP>(own, memory, ring, rows, router, warp, lane);
     for_outputs<GATE_UP>([&](int i, int row, int n, int output) {
       const float gate = finish(memory, i, row, n), up = finish(memory, i, row, n, 1);
       const float inner = gate / (1.f + __expf(-gate)) * up;
       hand_on(product + row * CHOSEN * INNER + output, inner_bits(inner, times[row]), other);
     });
+    finish_product(memory, lane);
     fill(own, memory, ring, warp, lane);  // of down: asked for while others are waited for
   }
   {
     const Finish<DOWN> finish(own);
-    if (IN_PLACE) __syncthreads();  // the parts of gate and up have been read
-    lay_rows<DOWN>(own, memory, product, router, warp, lane);
-    if (!IN_PLACE) __syncthreads();
-    multiply<DOWN>(own, memory, ring, warp, lane);
+    Rows<DOWN> rows(own, product, warp, lane);
+    rows.lay_whole(memory, router, warp, lane);
+    multiply<DOWN>(own, memory, ring, rows, router, warp, lane);
     for_outputs<DOWN>([&](int i, int row, int n, int output) {
       const u16 bits = rounded(finish(memory, i, row, n) + residual[i]);
       own.total[row * HIDDEN + output] = bits;
       if (QKV) hand_on(sum + row * HIDDEN + output, bits, other);
     });
+    finish_product(memory, lane);
   }
 #if QKV
   const Finish<NEXT_QKV> finish(own);
-  lay_rows<NEXT_QKV>(own, memory, sum, router, warp, lane);
-  multiply<NEXT_QKV>(own, memory, ring, warp, lane);
+  Rows<NEXT_QKV> rows(own, sum, warp, lane);
+  rows.lay_whole(memory, router, warp, lane);
+  multiply<NEXT_QKV>(own, memory, ring, rows, router, warp, lane);
   for_outputs<NEXT_QKV>([&](int i, int row, int n, int output) {
     own.qkv[row * QKV + output] = rounded(finish(memory, i, row, n));
   });

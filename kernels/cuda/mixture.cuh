@@ -4,6 +4,7 @@
 // The router's weights that a program multiplies rows by, asked for before there are rows.
 struct Router {
   u32 weight[SCORES][own_blocks(GATE_UP)][2];
+  float sum[SCORES] = {};
 
   __device__ __forceinline__ Router(const Block& own, int warp, int lane) {
 #pragma unroll
@@ -21,21 +22,23 @@ struct Router {
     }
   }
 
-  // Leaves this warp's parts of the outputs that the program computes, of pairs of a normed row.
-  __device__ __forceinline__ void score(Memory& memory, const u32 (*v)[2], int warp,
-                                        int lane) const {
+  // Adds what the warp's i-th block of a row gives.
+  __device__ __forceinline__ void add(int i, const float* x) {
 #pragma unroll
     for (int k = 0; k < SCORES; k++) {
-      float sum = 0;
 #pragma unroll
-      for (int i = 0; i < own_blocks(GATE_UP); i++) {
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          sum += low(v[i][j]) * low(weight[k][i][j]) + high(v[i][j]) * high(weight[k][i][j]);
-        }
+      for (int j = 0; j < 2; j++) {
+        sum[k] += x[2 * j] * low(weight[k][i][j]) + x[2 * j + 1] * high(weight[k][i][j]);
       }
-      sum = warp_sum(sum);
-      if (lane == 0) memory.score[k][warp] = sum;
+    }
+  }
+
+  // Leaves this warp's parts of the outputs that the program computes.
+  __device__ __forceinline__ void leave(Memory& memory, int warp, int lane) const {
+#pragma unroll
+    for (int k = 0; k < SCORES; k++) {
+      const float own_sum = warp_sum(sum[k]);
+      if (lane == 0) memory.score[k][warp] = own_sum;
     }
   }
 };

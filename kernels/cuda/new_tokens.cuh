@@ -19,7 +19,7 @@ struct NewTokens {
                                        int lane)
       : own(own), eps(eps), memory(memory), warp(warp), lane(lane) {}
 
-  // Finds the new tokens of other rows that the row sees, being of so many.
+  // Finds the new tokens of other rows that a row of so many tokens sees.
   __device__ __forceinline__ void find(int length) {
 #pragma unroll
     for (int i = 0; i < (ROWS > 1 ? ROWS : 0); i++) {
@@ -113,7 +113,7 @@ struct NewTokens {
   __device__ __forceinline__ void keep(const float* x, int which, int whose, int c, bool inside) {
     if (!inside) return;
     const long long slot = whose == row ? own.slots[row] : -1;
-    u32* fresh = memory.fresh[ROWS > 1 ? whose : 0][which];
+    u32* kept = memory.fresh[ROWS > 1 ? whose : 0][which];
     char* page = own.pages[which] + ((slot >> 6) * KV_HEADS + head) * (64ll * DIM * BYTES);
     const int offset = slot & 63;
     const float scale = which ? of_v : of_k;
@@ -125,11 +125,11 @@ struct NewTokens {
       if (which == 0 && own.offset) value -= __ldg(own.offset + head * DIM + channel);
       if (CACHE == 8) {
         const char bits = __float2int_rn(fminf(fmaxf(__fdiv_rn(value, scale), -127.f), 127.f));
-        ((char*)fresh)[channel] = bits;
+        ((char*)kept)[channel] = bits;
         if (slot >= 0) page[at] = bits;
       } else {
         const u16 bits = rounded(value);
-        ((u16*)fresh)[channel] = bits;
+        ((u16*)kept)[channel] = bits;
         if (slot >= 0) ((u16*)page)[at] = bits;
       }
     }

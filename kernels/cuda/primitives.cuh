@@ -87,7 +87,7 @@ __device__ __forceinline__ bool elected() {
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(own));
   return own;
 }
-// Barriers of what all lanes of a warp copy, or of what one asks the copy unit for.
+// Barriers of what all lanes of a warp copy, or of what one asks TMA for.
 template <int ARRIVALS>
 __device__ __forceinline__ void start_barriers(u32 first, int count) {
   for (int i = 0; i < count; i++) {
@@ -96,12 +96,19 @@ __device__ __forceinline__ void start_barriers(u32 first, int count) {
   }
   if (ARRIVALS == 1) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+// A barrier at which each warp of a program arrives once.
+__device__ __forceinline__ void start_barrier_of_warps(u32 barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "n"(WARPS) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 // Arrives at a barrier that so many bytes are to reach.
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Asks the copy unit for a box of what a tensor map describes, from three coordinates on.
+// Asks TMA for a box of what a tensor map describes, from three coordinates on.
 __device__ __forceinline__ void copy_box(u32 to, const void* map, int x, int y, int z, u32 barrier,
                                          u64 policy) {
   asm volatile(

@@ -1,5 +1,5 @@
 // Weights in bf16 times bf16 inputs, as kernels.triton.linear.w16a16 has them: [outputs, inputs].
-// The copy unit brings a slot: 4 runs of 32 inputs, each of 16 outputs, of which 16 bytes of a lane
+// TMA brings a slot: 4 runs of 32 inputs, each of 16 outputs, of which 16 bytes of a lane
 // are operands of two products as they stand. (Copied by lanes, blocks take longer than in single
 // kernels.)
 
@@ -12,10 +12,10 @@ __device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u
   copy_box(ring.slot(), &own.map[P], 0, group * GROUP, block * 4, ring.barrier(), ring.policy);
 }
 
-__device__ __forceinline__ void lay_block(Memory& memory, u32 v0, u32 v1, int block, int row,
+__device__ __forceinline__ void lay_block(Memory& memory, const float* x, int block, int row,
                                           int lane, float) {
   u32* place = &memory.x[block][row][first_pair(lane) / 2];
-  place[0] = v0, place[32] = v1;
+  place[0] = rounded_pair(x[0], x[1]), place[32] = rounded_pair(x[2], x[3]);
 }
 
 #include "float_rows.cuh"

@@ -29,16 +29,17 @@ __device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u
 //
 // Lane t + 4 w + 16 e has the pairs of inputs from 32 e + 8 w + 2 t and from 64 inputs later on;
 // packed weights hold these four in the bits 4 e, 4 e + 8 and 16 more of word t + 4 w.
-__device__ __forceinline__ void lay_block(Memory& memory, u32 v0, u32 v1, int block, int row,
+__device__ __forceinline__ void lay_block(Memory& memory, const float* x, int block, int row,
                                           int lane, float share) {
-  const u32 largest = max(max(v0 & 0x7fffu, (v0 >> 16) & 0x7fffu),
-                          max(v1 & 0x7fffu, (v1 >> 16) & 0x7fffu));
-  const float top = __uint_as_float(__reduce_max_sync(~0u, largest) << 16);
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
+  const float top = __uint_as_float(__reduce_max_sync(~0u, largest));
   const float times = top > 1e-30f ? __fdividef(32512.f, top) : 0.f;
-  const u32 a = __float_as_uint(fmaf(low(v0), times, INTEGER));
-  const u32 b = __float_as_uint(fmaf(high(v0), times, INTEGER));
-  const u32 c = __float_as_uint(fmaf(low(v1), times, INTEGER));
-  const u32 d = __float_as_uint(fmaf(high(v1), times, INTEGER));
+  const u32 a = __float_as_uint(fmaf(x[0], times, INTEGER));
+  const u32 b = __float_as_uint(fmaf(x[1], times, INTEGER));
+  const u32 c = __float_as_uint(fmaf(x[2], times, INTEGER));
+  const u32 d = __float_as_uint(fmaf(x[3], times, INTEGER));
   const int sum = __reduce_add_sync(~0u, (int)(a + b + c + d - 4u * INTEGER_BITS));
   const u32 lows = __byte_perm(__byte_perm(a, c, 0x0040), __byte_perm(b, d, 0x0040), 0x5410);
   const u32 highs = __byte_perm(__byte_perm(a + 128, c + 128, 0x0051),

@@ -1,6 +1,7 @@
 // Weights of 8 bits times 8-bit inputs, as kernels.triton.linear.w8a8 packs them: bytes [inputs / 128,
 // outputs, 128]. Sums are exact, and finished as that kernel's are.
 
+constexpr bool AHEAD = ROWS > 2;         // a row is asked for before the one ahead is laid
 constexpr float LEAST_SCALE = 0x1p-60f;  // of a row of zeros, as kernels.numerics has it
 
 // Where 16 bytes of a row of 128 are in a slot: rows in turns, so that lanes read from all banks.
@@ -66,7 +67,7 @@ __device__ __forceinline__ void lay_integers(const Block& own, Memory& memory, c
 // that is known or by the largest of a row; that and norms are of all warps.
 template <int P>
 __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
-                                         const Router&, int warp, int lane) {
+                                         int warp, int lane) {
   constexpr int COUNT = own_blocks(P);
   u32 norm[COUNT][2];
   if (normed(P)) {
@@ -145,7 +146,9 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
 #pragma unroll
         for (int j = 0; j < 4; j++) sum += y[i][j] * y[i][j];
       }
-      const float factor = norm_factor(own, memory, sum, row, warp, lane);
+      leave_squares(memory, sum, row, warp, lane);
+      __syncthreads();
+      const float factor = norm_factor(own, memory, row);
       fault = 0.f * factor;
       if (factor == 0.f) fault = __int_as_float(0x7fffffff);  // of a sum that is infinite
 #pragma unroll
@@ -179,6 +182,21 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
   }
   __syncwarp();
 }
+
+// Rows of int8: all are laid before the first block is multiplied.
+template <int P>
+struct Rows {
+  static constexpr bool WHOLE = true;
+  const Block& own;
+  const void* x;
+
+  __device__ __forceinline__ Rows(const Block& own, const void* x, int, int) : own(own), x(x) {}
+  __device__ __forceinline__ void lay(Memory&, Router&, int, int, int) {}
+  __device__ __forceinline__ void leave(Memory&, int, int) const {}
+  __device__ __forceinline__ void lay_whole(Memory& memory, Router&, int warp, int lane) const {
+    lay_rows<P>(own, memory, x, warp, lane);
+  }
+};
 
 // What a lane multiplies weights of a block by: inputs 16 t and 64 + 16 t on, of a row.
 struct Inputs {

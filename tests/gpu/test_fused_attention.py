@@ -91,7 +91,7 @@ def test_a_block_with_its_attention_equals_single_kernels(case, drawn):
     hidden, inner, kv, queries, dim, *_ = case
     own = Case(hidden, kv, queries, *case[4:])
     shape = kv * queries * dim, hidden, inner, (queries + 2) * kv * dim
-    own.check(drawn(shape, "cuda")[0], own.single(), None, (5e-3, 5e-3))
+    own.check(drawn(shape, "cuda")[0], own.single(), None, (5e-3, 6e-3))
 
 
 @pytest.mark.parametrize("static", [True, False])

@@ -60,7 +60,8 @@ def test_greedy_requests_get_what_they_get_without_drafts(scheme):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "depth"), [("float", 1), ("w4c8", 1), ("a8w8c8", 1), ("a8w8c8", 2), ("a8w8c8", 3)]
+    ("scheme", "depth"),
+    [("float", 1)] + [(scheme, depth) for scheme in ("w4c8", "a8w8c8") for depth in (1, 2, 3)],
 )
 def test_drafts_of_one_request_see_each_other(scheme, depth):
     """Hopper runs blocks of so few rows with their attention in one kernel."""

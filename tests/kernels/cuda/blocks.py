@@ -53,7 +53,7 @@ def draw_dense(shape, device, *, bias=False):
 
 
 def normed(x, weight):
-    """RMSNorm in fp64, rounded to bf16."""
+    """RMSNorm in fp64, rounded to bf16 (which the kernel of a block does not do)."""
     scaled = x.double() / (x.double().square().mean(1, keepdim=True) + EPS).sqrt()
     return (scaled * weight.double()).bfloat16()
 

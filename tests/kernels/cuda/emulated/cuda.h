@@ -318,6 +318,11 @@ void start_barriers(u32 first, int count) {
   emulation::phase = ARRIVALS;
   for (int i = 0; i < count; i++) ((u64*)(emulation::arena + first))[i] = 0;
 }
+inline void start_barrier_of_warps(u32 barrier) { *(u64*)(emulation::arena + barrier) = 0; }
+inline void arrive(u32 barrier) {
+  u32* own = (u32*)(emulation::arena + barrier);
+  if (++own[0] == WARPS) own[0] = 0, own[1] += emulation::phase;
+}
 inline void copy_later(u32 to, const void* from, int bytes, int* asked) {
   const int delay = (int)(emulation::drawn() % 16);
   emulation::copies.push_back({emulation::arena + to, (const char*)from, bytes, delay, asked});
