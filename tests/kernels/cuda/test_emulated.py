@@ -32,7 +32,7 @@ from tests.kernels.cuda.blocks import (
 )
 
 pytestmark = [pytest.mark.usefixtures("processors"), pytest.mark.ci]  # seconds each
-unevenly = pytest.mark.parametrize("processors", [8, 7], indirect=True)  # 7 share nothing evenly
+unevenly = pytest.mark.parametrize("processors", [7, 8], indirect=True)  # 7 share nothing evenly
 CPU = torch.device("cpu")
 SHAPE = 1024, 1280, 1408, 1984  # no size like another
 # (channels, inputs of down, KV heads, queries of each, channels of a head, bits of the cache,

@@ -1,7 +1,8 @@
 // What kernels/cuda needs of CUDA C++ and of its primitives.cuh, in plain C++: one thread of the host
 // runs all threads of all programs in turns.
 //
-// A thread runs until it waits for others. Who is next is drawn, and programs sleep now and then.
+// A thread runs until it waits for others. Who is next is drawn, and programs sleep now and then; so do
+// warps, or some of their lanes, after barriers and exchanges, at the start above all.
 // Writes that others are to read, and bulk copies, take effect later, in any order but for those to
 // one place; those that make a place blank take longer than a whole launch, where no fence follows.
 // So what relies on luck of timing fails here.
@@ -45,7 +46,8 @@ constexpr int LANES = 32, EACH = WARPS * LANES, COUNT = PROGRAMS * EACH, STACK =
 struct Warp {
   u32 given[2][LANES][6];
   int arrived = 0;
-  u32 turn = 0;
+  u32 turn = 0, lanes = 0;
+  long wakes = 0;  // the round in which these lanes wake
 };
 struct Program {
   char* memory;
@@ -64,16 +66,18 @@ struct Thread {
 };
 struct Place { int x; };
 
-inline Warp warps[COUNT / LANES];
-inline Program programs[PROGRAMS];
-inline Thread threads[COUNT];
-inline std::vector<Copy> copies;
-inline std::vector<Arrival> arrivals;
-inline jmp_buf scheduler;
-inline int now;        // the thread that runs
-inline char* arena;    // shared memory of all programs
-inline u64 state = 1;  // of what is drawn
-inline u32 phase = 1;  // arrivals of a phase of a barrier
+// Not inline: then kernels that a process has loaded, each with its own sizes, would share these.
+static Warp warps[COUNT / LANES];
+static Program programs[PROGRAMS];
+static Thread threads[COUNT];
+static std::vector<Copy> copies;
+static std::vector<Arrival> arrivals;
+static jmp_buf scheduler;
+static int now;        // the thread that runs
+static char* arena;    // shared memory of all programs
+static u64 state = 1;  // of what is drawn
+static u32 phase = 1;  // arrivals of a phase of a barrier
+static long round = 0;  // turns of all threads so far
 
 inline u32 drawn() {
   state ^= state << 13, state ^= state >> 7, state ^= state << 17;
@@ -91,6 +95,12 @@ inline void resume() {
   setcontext(&own.start);
 }
 
+// Lets a warp, or some of its lanes, sleep for long, once in so many calls.
+inline void doze(Warp& own, u32 rarity) {
+  if (drawn() % rarity) return;
+  own.wakes = round + drawn() % 600, own.lanes = drawn() % 2 ? ~0u : drawn();
+}
+
 // Words of all lanes of the warp, when all have given theirs.
 template <typename... Words>
 const u32 (*exchanged(Words... words))[6] {
@@ -99,7 +109,7 @@ const u32 (*exchanged(Words... words))[6] {
   u32(*place)[6] = own.given[turn & 1];
   u32* to = place[now % LANES];
   ((*to++ = (u32)words), ...);
-  if (++own.arrived == LANES) own.arrived = 0, own.turn++;
+  if (++own.arrived == LANES) own.arrived = 0, own.turn++, doze(own, round ? 2000 : 8);
   while (own.turn == turn) wait();
   return place;
 }
@@ -156,7 +166,7 @@ inline bool run(void (*body)(), size_t shared, u64 seed, long rounds) {
     makecontext(&thread.start, body, 0);
   }
   int left = COUNT;
-  for (; left && rounds; rounds--) {
+  for (round = 0; left && round < rounds; round++) {
     const u32 first = drawn();
     for (u32 i = 0; i < PROGRAMS; i++) {
       Program& program = programs[(first + i) % PROGRAMS];
@@ -167,7 +177,8 @@ inline bool run(void (*body)(), size_t shared, u64 seed, long rounds) {
       const u32 turned = drawn();
       for (int k = 0; k < EACH; k++) {
         now = start + (int)((turned + k) % EACH);
-        if (threads[now].done) continue;
+        const Warp& warp = warps[now / LANES];
+        if (threads[now].done || round < warp.wakes && warp.lanes >> now % LANES & 1) continue;
         resume();
         left -= threads[now].done;
       }
@@ -212,7 +223,10 @@ inline u32 __byte_perm(u32 a, u32 b, u32 which) {
 inline void __syncthreads() {
   emulation::Program& own = emulation::programs[blockIdx.x];
   const u32 turn = own.turn;
-  if (++own.arrived == emulation::EACH) own.arrived = 0, own.turn++;
+  if (++own.arrived == emulation::EACH) {
+    own.arrived = 0, own.turn++;
+    emulation::doze(emulation::warps[blockIdx.x * WARPS + emulation::drawn() % WARPS], 4);
+  }
   while (own.turn == turn) emulation::wait();
 }
 inline void __syncwarp() { emulation::exchanged(0); }
