@@ -181,7 +181,7 @@ class BlockWeights:
 
         It takes 1,024 channels or more, and for bf16 inputs weights in bf16 or of 4 bits in groups
         of 128 inputs with scales of 32 bits, or int8 weights for int8 inputs with one scale a row,
-        known or not.
+        static or not.
         """
         (hidden, attention), inner = self.o.size, self.down.size[1]
         qkv = 0 if self.qkv is None else self.qkv.size[0]

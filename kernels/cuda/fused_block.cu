@@ -189,6 +189,24 @@ __device__ __forceinline__ float norm_factor(const Block& own, const Memory& mem
   return rsqrtf(sum / HIDDEN + own.eps);
 }
 
+// Leaves a warp's sums of bf16 or int8 inputs: of each group a lane has outputs `lane / 4` and 8 further
+// on, and of these PAIR rows from 2 (lane % 4) on.
+template <int PAIR, int GROUPS>
+__device__ __forceinline__ void leave_sums(Memory& memory, const Part (&sum)[GROUPS][2 * PAIR],
+                                           int warp, int lane) {
+  const int output = lane >> 2, first = lane % 4 * 2;
+  if (first >= ROWS) return;
+#pragma unroll
+  for (int i = 0; i < GROUPS; i++) {
+#pragma unroll
+    for (int j = 0; j < PAIR; j++) {
+      if (first + j >= ROWS) continue;
+      memory.part[warp][first + j][i * GROUP + output] = sum[i][j];
+      memory.part[warp][first + j][i * GROUP + output + 8] = sum[i][j + PAIR];
+    }
+  }
+}
+
 #include "mixture.cuh"
 #if BITS == 4
 #include "weights_4_bits.cuh"

@@ -38,7 +38,7 @@ struct Inputs {
 template <int P>
 struct Sums {
   static constexpr int PAIR = ROWS < 2 ? 1 : 2;  // of rows, that a lane has
-  float sum[sides(P) * most(P)][2][PAIR] = {};
+  float sum[sides(P) * most(P)][2 * PAIR] = {};
 
   __device__ __forceinline__ void add(int to, const char* slot, int, const Inputs& x, int lane) {
     const char* place = slot + (lane >> 2) * 64 + (lane & 3) * 16;
@@ -51,20 +51,10 @@ struct Sums {
       multiply_bf16(d, a.z, b.z, a.w, b.w, x.x[i].z, x.x[i].w);
     }
 #pragma unroll
-    for (int i = 0; i < 2 * PAIR; i++) sum[to][i / PAIR][i % PAIR] += d[i / PAIR * 2 + i % PAIR];
+    for (int i = 0; i < 2 * PAIR; i++) sum[to][i] += d[i / PAIR * 2 + i % PAIR];
   }
 
   __device__ __forceinline__ void leave(Memory& memory, int warp, int lane) const {
-    const int output = lane >> 2, first = lane % 4 * 2;
-    if (first >= ROWS) return;
-#pragma unroll
-    for (int i = 0; i < sides(P) * most(P); i++) {
-#pragma unroll
-      for (int j = 0; j < PAIR; j++) {
-        if (first + j >= ROWS) continue;
-        memory.part[warp][first + j][i * GROUP + output] = sum[i][0][j];
-        memory.part[warp][first + j][i * GROUP + output + 8] = sum[i][1][j];
-      }
-    }
+    leave_sums<PAIR>(memory, sum, warp, lane);
   }
 };

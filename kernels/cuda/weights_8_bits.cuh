@@ -63,8 +63,8 @@ __device__ __forceinline__ void lay_integers(const Block& own, Memory& memory, c
 }
 #endif
 
-// Leaves the blocks of rows that this warp multiplies, once they are there, quantized by a scale
-// that is known or by the largest of a row; that and norms are of all warps.
+// Leaves the blocks of rows that this warp multiplies, once they are there, quantized by a static
+// scale or by the largest of a row; that and norms are of all warps.
 template <int P>
 __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
                                          int warp, int lane) {
@@ -230,16 +230,6 @@ struct Sums {
   }
 
   __device__ __forceinline__ void leave(Memory& memory, int warp, int lane) const {
-    const int output = lane >> 2, first = lane % 4 * 2;
-    if (first >= ROWS) return;
-#pragma unroll
-    for (int i = 0; i < sides(P) * most(P); i++) {
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        if (first + j >= ROWS) continue;
-        memory.part[warp][first + j][i * GROUP + output] = sum[i][j];
-        memory.part[warp][first + j][i * GROUP + output + 8] = sum[i][j + 2];
-      }
-    }
+    leave_sums<2>(memory, sum, warp, lane);
   }
 };
