@@ -56,8 +56,8 @@ def test_a_block_equals_its_products_in_fp64(shape, rows, kind):
         x, residual = x.bfloat16(), torch.randn(rows, shape[1], device="cuda").bfloat16()
         wanted = expected(weights, plain, biases, x, residual)
         got = blocks.run(weights, x, None, residual, EPS)
-        assert relative(got[0], wanted[0]) < 6e-3
-        assert relative(got[1], wanted[1]) < 1e-2
+        assert relative(got[0], wanted[0]) < 4e-3
+        assert relative(got[1], wanted[1]) < 8e-3
         for _ in range(20):  # both sets of places that programs hand on by
             for again, first in zip(blocks.run(weights, x, None, residual, EPS), got, strict=True):
                 assert torch.equal(again, first)
@@ -96,8 +96,8 @@ def test_a_mixture_equals_its_products_in_fp64(shape, normalized):
         residual = torch.randn(1, shape[1], device="cuda").bfloat16()
         wanted = own.expected(x, residual)
         got = blocks.run(own.weights, x, None, residual, EPS)
-        assert relative(got[0], wanted[0]) < 6e-3
-        assert relative(got[1], wanted[1]) < 1e-2
+        assert relative(got[0], wanted[0]) < 4e-3
+        assert relative(got[1], wanted[1]) < 8e-3
         for _ in range(20):
             for again, one in zip(
                 blocks.run(own.weights, x, None, residual, EPS), got, strict=True

@@ -53,14 +53,14 @@ def draw_dense(shape, device, *, bias=False):
 
 
 def normed(x, weight):
-    """RMSNorm in fp64, rounded to bf16 (which the kernel of a block does not do)."""
+    """RMSNorm in fp64."""
     scaled = x.double() / (x.double().square().mean(1, keepdim=True) + EPS).sqrt()
-    return (scaled * weight.double()).bfloat16()
+    return scaled * weight.double()
 
 
 def expected(weights, plain, biases, x, residual):
     """(the residual stream after a block, q, k and v of the next) in fp64, rounded to bf16 where the
-    single kernels round.
+    single kernels round, but after norms.
     """
 
     def linear(i, x):
