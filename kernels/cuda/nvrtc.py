@@ -7,7 +7,9 @@ are those of NVRTC and of the driver (CUDA C++ and Driver API references, 13.0),
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import hashlib
+import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.cpu.native import cache_folder
 from kernels.devices import call_driver
 
 MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -92,14 +95,32 @@ def compiled(
 ) -> bytes:
     """The machine code of a source, for the current device or one of some capability.
 
+    It is kept beside the compiled kernels of the CPU (`kernels.cpu.native.cache_folder`), under the
+    hash of all that it follows from.
+
     Raises:
         CompilerMissingError: NVRTC is not there.
         RuntimeError: the source is wrong, or NVRTC does not know the device.
     """
-    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    nvrtc, numbers = _nvrtc(), (ctypes.c_int * 2)()
+    nvrtc.nvrtcVersion(ctypes.byref(numbers), ctypes.byref(numbers, ctypes.sizeof(ctypes.c_int)))
     major, minor = capability or torch.cuda.get_device_capability()
-    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", f"-I{source.parent}"]
+    options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in values.items()]
+    seen = hashlib.sha256(repr((*numbers, options, source.name)).encode())
+    for path in sorted(source.parent.glob("*.cu*")):
+        seen.update(path.name.encode() + path.read_bytes())
+    name = f"{source.stem}-{seen.hexdigest()[:16]}.cubin"
+    with suppress(OSError):
+        return (cache_folder() / name).read_bytes()
+    image = _compiled(nvrtc, source, [*options, f"-I{source.parent}"])
+    with suppress(OSError):  # then it is compiled again
+        _keep(cache_folder() / name, image)
+    return image
+
+
+def _compiled(nvrtc: ctypes.CDLL, source: Path, options: Sequence[str]) -> bytes:
+    program = ctypes.c_void_p()
     given = (ctypes.c_char_p * len(options))(*(text.encode() for text in options))
     text = source.read_bytes()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None)
@@ -110,6 +131,15 @@ def compiled(
         return _read(nvrtc, "CUBIN", program)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _keep(place: Path, image: bytes) -> None:
+    """Write a file that appears at once."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent) as temporary:
+        made = Path(temporary) / place.name
+        made.write_bytes(image)
+        made.replace(place)
 
 
 def tensor_map(weight: Tensor, outputs: int) -> TensorMap:

@@ -26,5 +26,8 @@ def fetched(package: str, version: str, megabytes: int) -> Path:
     if done.returncode:
         shutil.rmtree(draft, ignore_errors=True)
         pytest.skip(f"no index gives {package} {version}: {done.stderr.strip().splitlines()[-1]}")
-    draft.rename(folder)
+    try:
+        draft.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(draft)
     return folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from kernels.cuda import nvrtc
@@ -55,14 +57,30 @@ def library(monkeypatch):
 def test_the_kernel_of_a_block_compiles_and_fits(name, rows):
     shape = SHAPES[name]
     programs = shape.programs(132)
-    fitting = [d for d in (2, 3) if shape.shared(rows, programs, d) <= SHARED]
-    if not fitting:
-        assert (shape.bits, rows) == (16, 4)  # which single kernels run
-        return
-    depth = fitting[-1]
+    depth = max(d for d in (2, 3) if shape.shared(rows, programs, d) <= SHARED)
     image = compiled(SOURCE, shape.values(rows, programs, depth), (9, 0))
     assert image.startswith(b"\x7fELF")
     assert b"fused_block" in image
+
+
+def test_machine_code_is_kept_and_follows_from_all_that_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("PTQ_CACHE", str(tmp_path / "cache"))
+    source, included = tmp_path / "one.cu", tmp_path / "two.cuh"
+    source.write_text(
+        '#include "two.cuh"\nextern "C" __global__ void one(int* x) { *x = N + TWO; }'
+    )
+    included.write_text("#define TWO 2")
+    first = compiled(source, {"N": 1}, (9, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "_compiled", None)
+        assert compiled(source, {"N": 1}, (9, 0)) == first
+    others = [compiled(source, {"N": 3}, (9, 0)), compiled(source, {"N": 1}, (10, 0))]
+    included.write_text("#define TWO 4")
+    others.append(compiled(source, {"N": 1}, (9, 0)))
+    assert len({first, *others}) == 4
+    assert len(list((tmp_path / "cache").iterdir())) == 4
+    monkeypatch.setenv("PTQ_CACHE", os.devnull)  # where nothing can be kept
+    assert compiled(source, {"N": 1}, (9, 0)) == others[-1]
 
 
 def test_a_wrong_source_says_where(tmp_path):
