@@ -18,7 +18,7 @@ from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import InputFormat
 from kernels.triton.linear.weight_only import W4A16Weight
 
-FEW_ROWS = 2  # up to which sums of the warps have places beside the inputs
+FEW_ROWS = 2  # up to which sums of the warps have places beside int8 inputs, and stand close
 GROUP = 16  # outputs that a program owns whole
 MOST_CHOSEN = 32  # experts of a token
 Weight = W4A16Weight | W8A8Weight | DenseWeight
@@ -70,7 +70,7 @@ class BlockShape:
     @property
     def most_rows(self) -> int:
         """Tokens up to which a block in one kernel is faster than single kernels, as measured."""
-        return 1 if self.experts else 2 if self.bits == 16 else 4
+        return 1 if self.experts else 4
 
     @property
     def chunk(self) -> int:
@@ -90,17 +90,19 @@ class BlockShape:
     def shared(self, rows: int, programs: int, depth: int) -> int:
         """Bytes of shared memory of a program: the source's `Memory`, which it checks."""
         most = [-(-n // programs) for n in self.groups]
-        few = rows <= FEW_ROWS
+        whole, few = self.bits == 8, rows <= FEW_ROWS
         widest = GROUP * max(most[0], 2 * most[1], most[3]) + (0 if few else 8)
         slot = self.chunk * GROUP * {4: BLOCK // 2 + 4, 8: BLOCK, 16: 2 * BLOCK}[self.bits]
         choices = 4 * max(1, -(-self.experts // programs)) + 8 * self.chosen
         of_warp = depth * (slot + 8) + 8 * rows + choices
         parts = 4 * self.warps * rows * widest
-        x = max(self.inputs) * rows * (1 if self.bits == 8 else 2)
+        chosen_by = self.hidden // BLOCK if self.experts else 0
+        laid = max(self.inputs) // BLOCK if whole else max(self.warps, chosen_by)
+        x = laid * BLOCK * rows * (1 if whole else 2)
         if self.heads is not None:
             x = max(x, self.heads.shared(self.warps, rows))
-        x = x + parts if few else max(x, parts)
-        of_rows = max(self.inputs) // BLOCK * 8 * rows + 8 * rows + 4 * max(1, self.experts) + 8
+        x = max(x, parts) if whole and not few else x + parts
+        of_rows = laid * 8 * rows + 8 * rows + 4 * max(1, self.experts) + 8
         return self.warps * of_warp + x + of_rows + 64
 
     def values(self, rows: int, programs: int, depth: int) -> dict[str, int]:

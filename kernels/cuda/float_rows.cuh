@@ -18,6 +18,8 @@ struct Rows {
     for (int i = 0; i < ASKED; i++) ask(i, warp + i * WARPS, lane);
   }
 
+  // Where a block is laid.
+  __device__ __forceinline__ static int place(int block, int warp) { return WHOLE ? block : warp; }
   __device__ __forceinline__ void ask_row(int i, int row, int block, int lane) {
     const u16* place = x + row * inputs(P) + block * 128 + first_pair(lane);
     v[i][row][0] = read_now(place), v[i][row][1] = read_now(place + 64);
@@ -31,6 +33,21 @@ struct Rows {
 #pragma unroll
     for (int row = 0; row < ROWS; row++) ask_row(i, row, block, lane);
   }
+  __device__ __forceinline__ bool waiting(int i, int row) const {
+    return half_blank(v[i][row][0]) || half_blank(v[i][row][1]);
+  }
+  // Asks once more for all that was not there, from a row of a block on. If it asked for that row alone,
+  // the next ones would be old, too: each would take as long again.
+  __device__ __forceinline__ void ask_again(int row, int block, int lane) {
+#pragma unroll
+    for (int i = 0; i < ASKED; i++) {
+      if (block + i * WARPS >= blocks(P)) break;
+#pragma unroll
+      for (int r = i ? 0 : row; r < ROWS; r++) {
+        if (waiting(i, r)) ask_row(i, r, block + i * WARPS, lane);
+      }
+    }
+  }
 
   // Lays the warp's i-th block, and asks for another one.
   __device__ __forceinline__ void lay(Memory& memory, Router& router, int i, int warp, int lane) {
@@ -38,9 +55,7 @@ struct Rows {
 #pragma unroll
     for (int row = 0; row < ROWS; row++) {
       const u32* bits = v[0][row];
-      while ((P != O || KV_HEADS) && __any_sync(~0u, half_blank(bits[0]) || half_blank(bits[1]))) {
-        ask_row(0, row, block, lane);
-      }
+      while ((P != O || KV_HEADS) && __any_sync(~0u, waiting(0, row))) ask_again(row, block, lane);
       float y[4] = {low(bits[0]), high(bits[0]), low(bits[1]), high(bits[1])};
       if (normed(P)) {
 #pragma unroll
@@ -52,7 +67,7 @@ struct Rows {
       if constexpr (WHOLE) router.add(i, y);
       const bool expert = EXPERTS && P == DOWN;
       const float share = expert ? memory.share[warp][min(block / (INNER / 128), CHOSEN - 1)] : 1.f;
-      lay_block(memory, y, block, row, lane, share);
+      lay_block(memory, y, place(block, warp), row, lane, share);
     }
     __syncwarp();
 #pragma unroll
@@ -63,7 +78,7 @@ struct Rows {
         v[k][row][0] = v[k + 1][row][0], v[k][row][1] = v[k + 1][row][1];
       }
     }
-    ask(ASKED - 1, block + ASKED * WARPS, lane);
+    if (own_blocks(P) > ASKED) ask(ASKED - 1, block + ASKED * WARPS, lane);
   }
 
   // Lays all blocks, where experts are to be chosen by them.

@@ -53,9 +53,11 @@ __host__ __device__ constexpr int turns(int p) {  // of all threads, over a side
   return (most(p) * GROUP * ROWS + THREADS - 1) / THREADS;
 }
 constexpr int WIDEST = GROUP * larger(larger(most(O), 2 * most(GATE_UP)), most(NEXT_QKV));
-constexpr bool IN_PLACE = ROWS > 2;           // parts of sums take the place of inputs
-constexpr int APART = IN_PLACE ? 8 : 0;       // words, so that rows of parts are in other banks
+constexpr bool IN_PLACE = BITS == 8 && ROWS > 2;  // parts of sums take the place of inputs
+constexpr int APART = ROWS > 2 ? 8 : 0;       // words, so that rows of parts are in other banks
 constexpr int LONGEST = larger(larger(blocks(O), blocks(DOWN)), blocks(GATE_UP));
+// Blocks of inputs that are laid at once: of int8 all, else a warp's when it multiplies it.
+constexpr int LAID = BITS == 8 ? LONGEST : EXPERTS ? larger(WARPS, blocks(GATE_UP)) : WARPS;
 constexpr int SCORES = larger(1, (EXPERTS + PROGRAMS - 1) / PROGRAMS);  // of a program
 
 #include "primitives.cuh"
@@ -108,20 +110,20 @@ constexpr int HANDED_IN = 0;
 // Shared memory of a program.
 struct Memory {
   char ring[WARPS][DEPTH][SLOT];
-#if ROWS > 2
+#if BITS == 8 && ROWS > 2
   union {
 #else
   struct {
 #endif
     union {
-      u32 x[LONGEST][COLUMNS][WORDS];
+      u32 x[LAID][COLUMNS][WORDS];
 #if KV_HEADS
       Attending attending;
 #endif
     };
     Part part[WARPS][ROWS][WIDEST + APART];
   };
-  float2 unit[LONGEST][ROWS];  // of 4 bits: what inputs count in, and (as bits) their sum
+  float2 unit[LAID][ROWS];     // of 4 bits: what inputs count in, and (as bits) their sum
   float scale[2][ROWS];        // of 8 bits: what inputs of this product and of the next count in
   u64 barrier[WARPS][DEPTH];
   u64 finished;                // a barrier: all warps have read the parts of a product
@@ -207,6 +209,17 @@ __device__ __forceinline__ void leave_sums(Memory& memory, const Part (&sum)[GRO
   }
 }
 
+// Gate and up take turns in one place of sums, so that there is one code for both.
+template <typename Sum, int GROUPS, int EACH>
+__device__ __forceinline__ void swap_sides(Sum (&sum)[GROUPS][EACH]) {
+#pragma unroll
+  for (int i = 0; i < GROUPS / 2 * EACH; i++) {
+    Sum &one = sum[i / EACH][i % EACH], &other = sum[i / EACH + GROUPS / 2][i % EACH];
+    const Sum kept = one;
+    one = other, other = kept;
+  }
+}
+
 #include "mixture.cuh"
 #if BITS == 4
 #include "weights_4_bits.cuh"
@@ -226,20 +239,24 @@ __device__ __forceinline__ void multiply(const Block& own, Memory& memory, Ring&
 #pragma unroll 1
   for (int block = warp, i = 0; block < blocks(P); block += WARPS, i++) {
     if (!Rows<P>::WHOLE) rows.lay(memory, router, i, warp, lane);
-    const Inputs x(memory, block, lane);
+    const Inputs x(memory, Rows<P>::place(block, warp), lane);
+#pragma unroll(BITS == 16 ? sides(P) : 1)
+    for (int side = 0; side < sides(P); side++) {
 #pragma unroll
-    for (int chunk = 0; chunk < sides(P) * chunks(P); chunk++) {
-      wait_for(ring.barriers + ring.take * 8, ring.parity);
-      const char* slot = memory.ring[warp][ring.take];
-      const int first = chunk_start(P, chunk % chunks(P));
+      for (int chunk = 0; chunk < chunks(P); chunk++) {
+        wait_for(ring.barriers + ring.take * 8, ring.parity);
+        const char* slot = memory.ring[warp][ring.take];
+        const int first = chunk_start(P, chunk);
 #pragma unroll
-      for (int i = 0; i < chunk_start(P, chunk % chunks(P) + 1) - first; i++) {
-        sums.add((chunk / chunks(P)) * most(P) + first + i, slot, i, x, lane);
+        for (int k = 0; k < chunk_start(P, chunk + 1) - first; k++) {
+          sums.add(first + k, slot, k, x, lane);
+        }
+        __syncwarp();
+        ring.room++;
+        fill<P>(own, memory, ring, warp, lane);
+        if (++ring.take == DEPTH) ring.take = 0, ring.parity ^= 1;
       }
-      __syncwarp();
-      ring.room++;
-      refill<P>(own, memory, ring, warp, lane);
-      if (++ring.take == DEPTH) ring.take = 0, ring.parity ^= 1;
+      if (sides(P) == 2) swap_sides(sums.sum);
     }
   }
   if (IN_PLACE) __syncthreads();  // all warps have multiplied
@@ -269,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if KV_HEADS
   Attention attention(own.cache, own.eps, memory.attending, warp, lane);
 #else
-  fill(own, memory, ring, warp, lane);
+  fill<O>(own, memory, ring, warp, lane);
 #endif
   Router router(own, warp, lane);
 
@@ -277,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   wait_for_kernels_ahead();
 #if KV_HEADS
   if (attention.takes()) attention.ask();
-  fill(own, memory, ring, warp, lane, attention.takes() ? DEPTH - FIRST : 0);
+  fill<O>(own, memory, ring, warp, lane, attention.takes() ? DEPTH - FIRST : 0);
 #endif
 
   // Programs hand results on by values that are not blank. Launches take turns with two sets of
@@ -306,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       attention.run(parts, other);
       attention.merge(parts, (Inner*)x, times, other);
     }
-    fill(own, memory, ring, warp, lane);
+    fill<O>(own, memory, ring, warp, lane);
     __syncthreads();  // rows are laid where it had its sums
 #endif
     Rows<O> rows(own, x, warp, lane);
@@ -338,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
       choose(own, memory, logits, warp, lane);
       ring.known = STEPS;
-      fill(own, memory, ring, warp, lane);
+      fill<GATE_UP>(own, memory, ring, warp, lane);
     }
     multiply<GATE_UP>(own, memory, ring, rows, router, warp, lane);
     for_outputs<GATE_UP>([&](int i, int row, int n, int output) {
@@ -347,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       hand_on(product + row * CHOSEN * INNER + output, inner_bits(inner, times[row]), other);
     });
     finish_product(memory, lane);
-    fill(own, memory, ring, warp, lane);  // of down: asked for while others are waited for
+    fill<DOWN>(own, memory, ring, warp, lane);  // of down: asked for while others are waited for
   }
   {
     const Finish<DOWN> finish(own);

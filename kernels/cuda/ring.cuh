@@ -26,26 +26,15 @@ __device__ __forceinline__ void ask_for(const Block& own, const Memory& memory, 
   ring.room--;
 }
 
-// Asks for weights as long as there is room beyond some slots, and it is known which.
+// Asks for weights of a product and of what follows it, as long as there is room beyond some slots and it
+// is known which. With weights of down under way, handing on gate times up would take longer: within
+// gate and up, none are asked for.
+template <int P>
 __device__ __forceinline__ void fill(const Block& own, const Memory& memory, Ring& ring, int warp,
                                      int lane, int kept = 0) {
+  constexpr int NEXT = P == GATE_UP || P == STEPS - 1 ? P : P + 1;
 #pragma unroll 1
   while (ring.room > kept && ring.product < ring.known) {
-    if (ring.product == GATE_UP) ask_for<GATE_UP>(own, memory, ring, warp, lane);
-    else if (ring.product == DOWN) ask_for<DOWN>(own, memory, ring, warp, lane);
-    else if (ring.product == O) ask_for<O>(own, memory, ring, warp, lane);
-    else ask_for<NEXT_QKV>(own, memory, ring, warp, lane);
-  }
-}
-
-// The same within a product, for it and what follows it alone, as its code stands at each slot. With
-// weights of down under way, handing on gate times up would take longer: they are asked for after it.
-template <int P>
-__device__ __forceinline__ void refill(const Block& own, const Memory& memory, Ring& ring, int warp,
-                                       int lane) {
-  constexpr int NEXT = P == GATE_UP || P == NEXT_QKV ? P : P + 1;
-#pragma unroll 1
-  while (ring.room > 0 && ring.product < ring.known) {
     if (ring.product == P) ask_for<P>(own, memory, ring, warp, lane);
     else if (ring.product == NEXT) ask_for<NEXT>(own, memory, ring, warp, lane);
     else break;

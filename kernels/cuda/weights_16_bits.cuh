@@ -12,9 +12,9 @@ __device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u
   copy_box(ring.slot(), &own.map[P], 0, group * GROUP, block * 4, ring.barrier(), ring.policy);
 }
 
-__device__ __forceinline__ void lay_block(Memory& memory, const float* x, int block, int row,
+__device__ __forceinline__ void lay_block(Memory& memory, const float* x, int at, int row,
                                           int lane, float) {
-  u32* place = &memory.x[block][row][first_pair(lane) / 2];
+  u32* place = &memory.x[at][row][first_pair(lane) / 2];
   place[0] = rounded_pair(x[0], x[1]), place[32] = rounded_pair(x[2], x[3]);
 }
 
@@ -24,12 +24,12 @@ __device__ __forceinline__ void lay_block(Memory& memory, const float* x, int bl
 struct Inputs {
   uint4 x[4];
 
-  __device__ __forceinline__ Inputs(const Memory& memory, int block, int lane) {
+  __device__ __forceinline__ Inputs(const Memory& memory, int at, int lane) {
     const int column = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       x[i] = make_uint4(0, 0, 0, 0);
-      if (column < COLUMNS) x[i] = ((const uint4*)memory.x[block][column])[4 * i + t];
+      if (column < COLUMNS) x[i] = ((const uint4*)memory.x[at][column])[4 * i + t];
     }
   }
 };

@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u
 //
 // Lane t + 4 w + 16 e has the pairs of inputs from 32 e + 8 w + 2 t and from 64 inputs later on;
 // packed weights hold these four in the bits 4 e, 4 e + 8 and 16 more of word t + 4 w.
-__device__ __forceinline__ void lay_block(Memory& memory, const float* x, int block, int row,
+__device__ __forceinline__ void lay_block(Memory& memory, const float* x, int at, int row,
                                           int lane, float share) {
   u32 largest = 0;
 #pragma unroll
@@ -45,12 +45,12 @@ __device__ __forceinline__ void lay_block(Memory& memory, const float* x, int bl
   const u32 highs = __byte_perm(__byte_perm(a + 128, c + 128, 0x0051),
                                 __byte_perm(b + 128, d + 128, 0x0051), 0x5410);
   const int word = (lane & 3) * 8 + ((lane >> 2) & 3) * 2 + (lane >> 4);
-  memory.x[block][2 * row][word] = highs;
-  memory.x[block][2 * row + 1][word] = lows;
+  memory.x[at][2 * row][word] = highs;
+  memory.x[at][2 * row + 1][word] = lows;
   if (lane == 0) {  // inputs that are not finite make the unit NaN, and all that is summed with it
     const float unit = top > 1e-30f ? top * (1.f / 32512.f) : 0.f;
     const float sound = top < 3.4e38f ? unit : __int_as_float(0x7fffffff);
-    memory.unit[block][row] = make_float2(sound * share, __int_as_float(sum));
+    memory.unit[at][row] = make_float2(sound * share, __int_as_float(sum));
   }
 }
 
@@ -62,14 +62,14 @@ struct Inputs {
   float unit;
   int sum, start[4];
 
-  __device__ __forceinline__ Inputs(const Memory& memory, int block, int lane) {
+  __device__ __forceinline__ Inputs(const Memory& memory, int at, int lane) {
     const int column = lane >> 2, t = lane & 3;
     x0 = x1 = make_uint4(0, 0, 0, 0);
     if (column < COLUMNS) {
-      const uint4* place = (const uint4*)&memory.x[block][column][t * 8];
+      const uint4* place = (const uint4*)&memory.x[at][column][t * 8];
       x0 = place[0], x1 = place[1];
     }
-    const float2 both = memory.unit[block][t < ROWS ? t : 0];
+    const float2 both = memory.unit[at][t < ROWS ? t : 0];
     unit = both.x, sum = __float_as_int(both.y);
     start[0] = start[2] = 0;
     start[1] = start[3] = ZEROS ? 0 : -8 * sum;

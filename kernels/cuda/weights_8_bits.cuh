@@ -1,7 +1,6 @@
 // Weights of 8 bits times 8-bit inputs, as kernels.triton.linear.w8a8 packs them: bytes [inputs / 128,
 // outputs, 128]. Sums are exact, and finished as that kernel's are.
 
-constexpr bool AHEAD = ROWS > 2;         // a row is asked for before the one ahead is laid
 constexpr float LEAST_SCALE = 0x1p-60f;  // of a row of zeros, as kernels.numerics has it
 
 // Where 16 bytes of a row of 128 are in a slot: rows in turns, so that lanes read from all banks.
@@ -18,17 +17,6 @@ __device__ __forceinline__ void copy_chunk(const Block& own, const Ring& ring, u
     if (i < count * 4) copy(to + i * 512, first + i * 512, ring.policy);
   }
   arrive_when_copied(ring.barrier());
-}
-
-// The largest of a row's numbers that are not negative, over all warps.
-__device__ __forceinline__ float largest(Memory& memory, float value, int row, int warp, int lane) {
-  const u32 bits = __reduce_max_sync(~0u, __float_as_uint(value));
-  if (lane == 0) memory.tops[row][warp] = __uint_as_float(bits);
-  __syncthreads();
-  float found = 0;
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) found = fmaxf(found, memory.tops[row][i]);
-  return found;
 }
 
 #if STATIC
@@ -63,25 +51,71 @@ __device__ __forceinline__ void lay_integers(const Block& own, Memory& memory, c
 }
 #endif
 
+// Some rows of a product, of the blocks that a warp multiplies.
+template <int P, int TOGETHER>
+struct SomeRows {
+  static constexpr int COUNT = own_blocks(P), WORDS_ASKED = normed(P) ? 2 : 4;  // bf16, or fp32
+  u32 bits[TOGETHER][COUNT][WORDS_ASKED];
+
+  __device__ __forceinline__ static bool real(int first, int row, int i, int warp) {
+    return first + row < ROWS && warp + i * WARPS < blocks(P);
+  }
+  __device__ __forceinline__ bool waiting(int row, int i) const {
+    bool found = false;
+#pragma unroll
+    for (int j = 0; j < WORDS_ASKED; j++) {
+      found |= normed(P) ? half_blank(bits[row][i][j]) : bits[row][i][j] == BLANK;
+    }
+    return found;
+  }
+  // Reads until all is there: what is not is asked for together.
+  __device__ __forceinline__ void read(const void* x, int first, int warp, int lane) {
+    bool all = true, more;
+    do {
+      more = false;
+#pragma unroll
+      for (int k = 0; k < TOGETHER * COUNT; k++) {
+        const int row = k / COUNT, i = k % COUNT;
+        if (!real(first, row, i, warp) || !(all || waiting(row, i))) continue;
+        const int at = (first + row) * inputs(P) + (warp + i * WARPS) * 128 + lane * 4;
+        if (normed(P)) read_two_now(bits[row][i], (const u16*)x + at);
+        else read_four_now(bits[row][i], (const u32*)x + at);
+      }
+      all = false;
+#pragma unroll
+      for (int k = 0; k < TOGETHER * COUNT; k++) {
+        more |= real(first, k / COUNT, k % COUNT, warp) && waiting(k / COUNT, k % COUNT);
+      }
+    } while (__any_sync(~0u, more));
+  }
+  __device__ __forceinline__ float value(int row, int i, int j) const {
+    if (!normed(P)) return __uint_as_float(bits[row][i][j % WORDS_ASKED]);
+    return j % 2 ? high(bits[row][i][j / 2]) : low(bits[row][i][j / 2]);
+  }
+};
+
 // Leaves the blocks of rows that this warp multiplies, once they are there, quantized by a static
 // scale or by the largest of a row; that and norms are of all warps.
 template <int P>
 __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
                                          int warp, int lane) {
   constexpr int COUNT = own_blocks(P);
-  u32 norm[COUNT][2];
-  if (normed(P)) {
+  if (P == O && !KV_HEADS) {
+    for (int row = 0; row < ROWS; row++) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const int block = warp + i * WARPS;
-      const u32* place = (const u32*)(own.norm[P == NEXT_QKV] + block * 128 + lane * 4);
-      norm[i][0] = block < blocks(P) ? __ldg(place) : 0;
-      norm[i][1] = block < blocks(P) ? __ldg(place + 1) : 0;
+      for (int i = 0; i < COUNT; i++) {
+        const int block = warp + i * WARPS;
+        const char* place = (const char*)x + row * inputs(P) + block * 128 + lane * 4;
+        if (block < blocks(P)) memory.x[block][row][lane] = read_now(place);
+      }
+      if (warp == 0 && lane == 0) memory.scale[P & 1][row] = own.x_scale[own.x_scaled * row];
     }
+    __syncwarp();
+    return;
   }
 #if STATIC
-  if (!normed(P) && (P != O || KV_HEADS)) {
-    constexpr int TOGETHER = AHEAD && COUNT <= 16 ? 2 : 1;
+  if (!normed(P)) {
+    constexpr int TOGETHER = smaller(ROWS, larger(1, 32 / COUNT));
 #pragma unroll 1
     for (int row = 0; row < ROWS; row += TOGETHER) {
       lay_integers<P, TOGETHER>(own, memory, x, row, warp, lane);
@@ -90,94 +124,83 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
     return;
   }
 #endif
-  u32 bits[COUNT][4];
+  u32 norm[COUNT][2];
 #pragma unroll
-  for (int i = 0; i < COUNT * 4; i++) bits[i / 4][i % 4] = BLANK;
-  const auto ask = [&](int row) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const int block = warp + i * WARPS, at = row * inputs(P) + block * 128 + lane * 4;
-      bits[i][0] = bits[i][1] = bits[i][2] = bits[i][3] = 0;
-      if (block >= blocks(P)) continue;
-      if (normed(P)) read_two_now(bits[i], (const u16*)x + at);
-      else read_four_now(bits[i], (const u32*)x + at);
-    }
-  };
+  for (int i = 0; i < (normed(P) ? COUNT : 0); i++) {
+    const int block = warp + i * WARPS;
+    const u32* place = (const u32*)(own.norm[P == NEXT_QKV] + block * 128 + lane * 4);
+    norm[i][0] = block < blocks(P) ? __ldg(place) : 0;
+    norm[i][1] = block < blocks(P) ? __ldg(place + 1) : 0;
+  }
+  constexpr int TOGETHER = smaller(ROWS, larger(1, 8 / COUNT));
 #pragma unroll 1
-  for (int row = 0; row < ROWS; row++) {
-    if (P == O && !KV_HEADS) {
+  for (int first = 0; first < ROWS; first += TOGETHER) {
+    SomeRows<P, TOGETHER> rows;
+    rows.read(x, first, warp, lane);
+    float y[TOGETHER][COUNT][4], fault[TOGETHER] = {}, scale[TOGETHER];
+#pragma unroll
+    for (int k = 0; k < TOGETHER * COUNT * 4; k++) {
+      const int row = k / 4 / COUNT, i = k / 4 % COUNT;
+      y[row][i][k % 4] = rows.real(first, row, i, warp) ? rows.value(row, i, k % 4) : 0.f;
+    }
+    if (normed(P)) {
+#pragma unroll
+      for (int row = 0; row < TOGETHER; row++) {
+        float sum = 0;
+#pragma unroll
+        for (int k = 0; k < COUNT * 4; k++) sum += y[row][k / 4][k % 4] * y[row][k / 4][k % 4];
+        if (first + row < ROWS) leave_squares(memory, sum, first + row, warp, lane);
+      }
+      __syncthreads();
+#pragma unroll
+      for (int row = 0; row < TOGETHER; row++) {
+        const float factor = norm_factor(own, memory, min(first + row, ROWS - 1));
+        fault[row] = 0.f * factor;
+        if (factor == 0.f) fault[row] = __int_as_float(0x7fffffff);  // of a sum that is infinite
+#pragma unroll
+        for (int k = 0; k < COUNT * 4; k++) {
+          const u32 both = norm[k / 4][k % 4 / 2];
+          float& own_y = y[row][k / 4][k % 4];
+          own_y = own_y * factor * (k % 2 ? high(both) : low(both));
+        }
+      }
+    }
+    if (own.static_scale[P]) {
+#pragma unroll
+      for (int row = 0; row < TOGETHER; row++) {
+        scale[row] = static_scale_of(own, P, min(first + row, ROWS - 1));
+      }
+    } else {
+#pragma unroll
+      for (int row = 0; row < TOGETHER; row++) {
+        float top = 0;
+#pragma unroll
+        for (int k = 0; k < COUNT * 4; k++) top = fmaxf(top, fabsf(y[row][k / 4][k % 4]));
+        const u32 bits = __reduce_max_sync(~0u, __float_as_uint(top));
+        if (lane == 0 && first + row < ROWS) memory.tops[first + row][warp] = __uint_as_float(bits);
+      }
+      __syncthreads();
+#pragma unroll
+      for (int row = 0; row < TOGETHER; row++) {
+        float top = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) top = fmaxf(top, memory.tops[min(first + row, ROWS - 1)][i]);
+        scale[row] = fmaxf(__fdiv_rn(top, 127.f), LEAST_SCALE);
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < TOGETHER; row++) {
+      if (first + row >= ROWS) break;
+      if (warp == 0 && lane == 0) memory.scale[P & 1][first + row] = scale[row] + fault[row];
+      const float times = __fdiv_rn(1.f, scale[row]);
 #pragma unroll
       for (int i = 0; i < COUNT; i++) {
         const int block = warp + i * WARPS;
-        const char* place = (const char*)x + row * inputs(P) + block * 128 + lane * 4;
-        if (block < blocks(P)) memory.x[block][row][lane] = read_now(place);
+        const float* own_y = y[row][i];
+        const u32 both = quantized(own_y[0], times) | quantized(own_y[1], times) << 8;
+        const u32 rest = quantized(own_y[2], times) | quantized(own_y[3], times) << 8;
+        if (block < blocks(P)) memory.x[block][first + row][lane] = both | rest << 16;
       }
-      if (warp == 0 && lane == 0) memory.scale[P & 1][row] = own.x_scale[own.x_scaled * row];
-      continue;
-    }
-    float y[COUNT][4], top = 0, fault = 0;
-    bool waiting;
-    do {
-      if (!AHEAD) ask(row);
-      waiting = false;
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          waiting |= normed(P) ? half_blank(bits[i][j]) : bits[i][j] == BLANK;
-        }
-      }
-      waiting = __any_sync(~0u, waiting);
-      if (AHEAD && waiting) ask(row);
-    } while (waiting);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const u32 word = bits[i][normed(P) ? j / 2 : j];
-        y[i][j] = !normed(P) ? __uint_as_float(word) : j % 2 ? high(word) : low(word);
-      }
-    }
-    if (AHEAD && row + 1 < ROWS) ask(row + 1);
-    if (normed(P)) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) sum += y[i][j] * y[i][j];
-      }
-      leave_squares(memory, sum, row, warp, lane);
-      __syncthreads();
-      const float factor = norm_factor(own, memory, row);
-      fault = 0.f * factor;
-      if (factor == 0.f) fault = __int_as_float(0x7fffffff);  // of a sum that is infinite
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          y[i][j] = y[i][j] * factor * (j % 2 ? high(norm[i][j / 2]) : low(norm[i][j / 2]));
-        }
-      }
-    }
-    float scale;
-    if (own.static_scale[P]) {
-      scale = static_scale_of(own, P, row);
-    } else {
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) top = fmaxf(top, fabsf(y[i][j]));
-      }
-      scale = fmaxf(__fdiv_rn(largest(memory, top, row, warp, lane), 127.f), LEAST_SCALE);
-    }
-    if (warp == 0 && lane == 0) memory.scale[P & 1][row] = scale + fault;
-    const float times = __fdiv_rn(1.f, scale);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-      const int block = warp + i * WARPS;
-      const u32 both = quantized(y[i][0], times) | quantized(y[i][1], times) << 8;
-      const u32 rest = quantized(y[i][2], times) | quantized(y[i][3], times) << 8;
-      if (block < blocks(P)) memory.x[block][row][lane] = both | rest << 16;
     }
   }
   __syncwarp();
@@ -191,6 +214,7 @@ struct Rows {
   const void* x;
 
   __device__ __forceinline__ Rows(const Block& own, const void* x, int, int) : own(own), x(x) {}
+  __device__ __forceinline__ static int place(int block, int) { return block; }
   __device__ __forceinline__ void lay(Memory&, Router&, int, int, int) {}
   __device__ __forceinline__ void leave(Memory&, int, int) const {}
   __device__ __forceinline__ void lay_whole(Memory& memory, Router&, int warp, int lane) const {
@@ -215,7 +239,8 @@ struct Inputs {
 // Of each group outputs `lane / 4` and 8 further on, of rows 2 (lane % 4) and the next.
 template <int P>
 struct Sums {
-  int sum[sides(P) * most(P)][4] = {};
+  static constexpr int PAIR = ROWS < 2 ? 1 : 2;  // of rows, that a lane has
+  int sum[sides(P) * most(P)][2 * PAIR] = {};
 
   __device__ __forceinline__ void add(int to, const char* slot, int i, const Inputs& x, int lane) {
     const int row = lane >> 2, t = lane & 3;
@@ -223,13 +248,16 @@ struct Sums {
     const char *place = rows + swapped(row, t * 16), *next = rows + swapped(row, t * 16 + 64);
     const uint4 a = *(const uint4*)place, b = *(const uint4*)(place + 1024);
     const uint4 c = *(const uint4*)next, d = *(const uint4*)(next + 1024);
-    multiply_signed(sum[to], a.x, b.x, a.y, b.y, x.x0.x, x.x0.y);
-    multiply_signed(sum[to], a.z, b.z, a.w, b.w, x.x0.z, x.x0.w);
-    multiply_signed(sum[to], c.x, d.x, c.y, d.y, x.x1.x, x.x1.y);
-    multiply_signed(sum[to], c.z, d.z, c.w, d.w, x.x1.z, x.x1.w);
+    int all[4] = {sum[to][0], PAIR == 1 ? 0 : sum[to][1], sum[to][PAIR], PAIR == 1 ? 0 : sum[to][3]};
+    multiply_signed(all, a.x, b.x, a.y, b.y, x.x0.x, x.x0.y);
+    multiply_signed(all, a.z, b.z, a.w, b.w, x.x0.z, x.x0.w);
+    multiply_signed(all, c.x, d.x, c.y, d.y, x.x1.x, x.x1.y);
+    multiply_signed(all, c.z, d.z, c.w, d.w, x.x1.z, x.x1.w);
+#pragma unroll
+    for (int i = 0; i < 2 * PAIR; i++) sum[to][i] = all[i / PAIR * 2 + i % PAIR];
   }
 
   __device__ __forceinline__ void leave(Memory& memory, int warp, int lane) const {
-    leave_sums<2>(memory, sum, warp, lane);
+    leave_sums<PAIR>(memory, sum, warp, lane);
   }
 };

@@ -191,7 +191,7 @@ def layers_of(shape):
 
 @pytest.mark.parametrize(
     ("most", "kind"),
-    [(4, {}), (2, {"bits": 16}), (4, {"bits": 8}), (1, {"experts": 20, "chosen": 4})],
+    [(4, {}), (4, {"bits": 16}), (4, {"bits": 8}), (1, {"experts": 20, "chosen": 4})],
 )
 def test_steps_of_as_many_tokens_as_gain_run_in_one_kernel(monkeypatch, most, kind):
     monkeypatch.setattr(fused_block, "CudaKernel", lambda *_: None)  # which takes time to compile
