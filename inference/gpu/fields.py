@@ -32,12 +32,15 @@ class HostBlock:
         bytes: uint8, one dimension; zero at first.
         arrays: The arrays in it, by name.
         moved: When its bytes have been moved; None if nobody moves them.
+        steps: What the steps have in common the last of which it has the arrays of; None until
+            that is launched.
     """
 
     def __init__(self, shapes: Shapes, *, pinned: bool) -> None:
         self.bytes = torch.zeros(_size(shapes), dtype=torch.uint8, pin_memory=pinned)
         self.arrays: Arrays = {k: v.numpy() for k, v in _views(self.bytes, shapes).items()}
         self.moved: torch.cuda.Event | None = None
+        self.steps: object | None = None
 
 
 class HostBlocks:

@@ -57,6 +57,9 @@ class DeviceLoop:
 
     def step(self) -> StepResult:
         """Launch a step, and tell the tokens of the one before it."""
+        if (repeated := self._repeated()) is not None:
+            result, self._on_its_way = self.settle(), repeated
+            return result
         ahead = self._look_ahead()
         result = StepResult() if self._may_run_ahead() else self.settle()
         drafted = self._scheduler.wants_drafts
@@ -86,15 +89,17 @@ class DeviceLoop:
         self.waited += now - start
         self._scheduler.note_time(work, now - max(self._collected, launched.at))
         self._collected = now
-        alive = work.alive()  # others have ended since
-        spoiled = alive & _spoiled_by_drafts(launched, tokens)
+        alive, result = work.alive(), waiting  # others have ended since
+        spoiled = alive & (not work.plain and _spoiled_by_drafts(launched, tokens))
         alive &= ~spoiled
         drafter = self._scheduler.drafter
         if launched.hidden and drafter is not None:
             drafter.proposer.note_hidden(work.taken(alive))
+        if work.plain:
+            result += self._acceptance.take_tokens(work.places[alive], tokens[alive], {})
+            return result
         device = np.flatnonzero(alive & work.samples & ~work.host)
         logprobs, firsts = launched.logprobs(), launched.firsts
-        result = waiting
         result += self._acceptance.take_chosen(work, device, firsts[device], tokens, logprobs)
         read = np.flatnonzero(alive & work.host & (work.rows > 0))
         if len(read):
@@ -137,6 +142,15 @@ class DeviceLoop:
 
     def _warm(self, sequences: int, tokens: int, rows: int) -> None:
         self.runner.warm_up(sequences, tokens, rows)
+
+    def _repeated(self) -> Launched | None:
+        """Launch the step after one that is on its way where it is the same, each token one further
+        on; None where it has to be planned."""
+        now = self._on_its_way
+        if now is None or not self._ahead:
+            return None
+        work = self._scheduler.repeat(now.work)
+        return None if work is None else self._launch(work, now.step)
 
     def _may_run_ahead(self) -> bool:
         """Whether the next step is known without the tokens of the last, but for their ids."""

@@ -44,6 +44,7 @@ from inference.gpu.steps import (
     write_moved,
     write_pieces,
     write_step,
+    write_tables,
 )
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.work import Work
@@ -58,25 +59,31 @@ class Launched:
     """A step on its way, and whose rows are whose.
 
     Attributes:
-        work: What runs, decodes first.
-        rows: The same with drafts as slices of their own (`Work.row_by_row`).
+        step: What runs, decodes first.
         executed: What it gives, in that order.
         at: When it was launched, seconds of `time.perf_counter`.
         hidden: Whether its hidden states are given to who drafts.
     """
 
-    work: Work
-    rows: Work
+    step: Prepared
     executed: Executed
-    _places: Ints
-    _parts: Ints
     at: float = field(default_factory=time.perf_counter)
     hidden: bool = False
 
     @property
+    def work(self) -> Work:
+        """What runs."""
+        return self.step.work
+
+    @property
+    def rows(self) -> Work:
+        """The same with drafts as slices of their own (`Work.row_by_row`)."""
+        return self.step.rows
+
+    @property
     def firsts(self) -> Ints:
         """The one of `rows` of each slice of `work` that is its last token but for drafts."""
-        return np.cumsum(self._parts) - 1 - self.work.drafts
+        return np.cumsum(self.step.parts) - 1 - self.work.drafts
 
     @property
     def done(self) -> bool:
@@ -88,9 +95,11 @@ class Launched:
         finite; of no meaning where the slice is not its sequence's last."""
         if self.executed.done is not None:
             self.executed.done.synchronize()
+        if self.work.plain:
+            return self.executed.tokens.numpy()[self.step.places]
         found = np.zeros(len(self.rows), np.int64)
         samples = self.rows.samples
-        found[samples] = self.executed.tokens.numpy()[self._places[samples]]
+        found[samples] = self.executed.tokens.numpy()[self.step.places[samples]]
         return found
 
     def logprobs(self) -> dict[int, dict[int, float]]:
@@ -118,7 +127,8 @@ class Launched:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step whose arrays are written; before it is launched its tokens may move on.
+    """A step whose arrays are written; before it is launched its tokens may move on, and after that
+    others may follow that differ by where their tokens stand alone.
 
     Attributes:
         work: What runs.
@@ -127,6 +137,8 @@ class Prepared:
         plan: What the device gets.
         block: The arrays of the plan.
         places: Of `inference.gpu.steps.places`.
+        steps: What it has in common with those that it was moved to; its block says so, too, once
+            it was launched.
     """
 
     work: Work
@@ -135,6 +147,7 @@ class Prepared:
     plan: StepPlan
     block: HostBlock
     places: Ints
+    steps: object = field(default_factory=object)
 
     def precedes(self, work: Work) -> bool:
         """Whether work is this one, some tokens further on: what `Work.moved` gave of it."""
@@ -142,8 +155,10 @@ class Prepared:
 
     def moved(self, work: Work) -> Prepared:
         """The same for work that it `precedes`; the arrays are as they were."""
-        by = np.repeat(work.starts - self.work.starts, self.parts)
-        return replace(self, work=work, rows=self.rows.moved(by))
+        rows = work
+        if self.rows is not self.work:
+            rows = self.rows.moved(np.repeat(work.starts - self.work.starts, self.parts))
+        return replace(self, work=work, rows=rows)
 
 
 class GpuRunner:
@@ -206,7 +221,8 @@ class GpuRunner:
 
         Args:
             work: What runs.
-            prepared: What `prepare` gave for the same work, fewer tokens on; None without.
+            prepared: The same work, fewer tokens on, which was not launched, or was the last that
+                was; None without.
 
         Raises:
             EngineError: memory is too small for it.
@@ -215,6 +231,8 @@ class GpuRunner:
             step = self._prepared(work.decodes_first())  # attention takes single tokens first
         else:
             step = prepared.moved(work)
+            if step.block.steps is step.steps:
+                step = self._in_another_block(step)
             write_moved(step.block.arrays, step.rows)
         plan = step.plan
         if self._ranks is not None:
@@ -229,7 +247,8 @@ class GpuRunner:
         step.block.moved = executed.done
         if plan.edits is not None:
             self.executor.edits.note(step.rows, plan.edits)
-        return Launched(step.work, step.rows, executed, step.places, step.parts)
+        step.block.steps = step.steps
+        return Launched(step, executed)
 
     def follow(self, size: Size | WholeSize, arrays: bytes) -> None:
         """Start a step that the first rank has planned; nothing is waited for."""
@@ -307,9 +326,18 @@ class GpuRunner:
             write_pieces(block.arrays, pieces_of(work))
         return plan
 
+    def _in_another_block(self, step: Prepared) -> Prepared:
+        """A step of single tokens whose block is on its way, in one that is not."""
+        block = self._block_for(step.plan.size)
+        if block.steps is not step.steps:
+            block.bytes.numpy()[:] = step.block.bytes.numpy()
+        write_tables(block.arrays["tables"], self._batch, step.rows.places)
+        return replace(step, block=block, plan=replace(step.plan, block=block.bytes))
+
     def _planned(self, work: Work, size: Size | WholeSize) -> tuple[StepPlan, HostBlock]:
         """A step as the device gets it, and the block that says so."""
         block = self._block_for(size)
+        block.steps = None
         write_step(block.arrays, work, size)
         edits = self.executor.edits.new_for(work)
         read, wanted = logprob_rows(work, size), wanted_tokens(work, size)

@@ -108,7 +108,7 @@ def size_of(work: Work, most: int = MOST_TOKENS) -> Size | None:
     tokens = work.tokens - decodes
     if prompts > MANY or tokens > most:
         return None
-    every = bool(work.host.any() or work.whole.any()) or work.tells
+    every = bool((work.host | work.whole | (work.logprobs >= 0)).any())
     size = _size(power_of_two(decodes) if decodes else 0, prompts, tokens, every)
     return replace(size, adapted=work.adapted)
 

@@ -191,9 +191,9 @@ def wanted_tokens(work: Work, size: Size | WholeSize) -> Tensor | None:
 
 def logprob_rows(work: Work, size: Size | WholeSize) -> LogprobRows | None:
     """Whose log probabilities the device tells, in the order of the slices."""
-    if not work.tells:
-        return None
     which = work.logprobs >= 0
+    if not which.any():
+        return None
     logits, tokens = (np.cumsum(work.rows) - 1)[which], places(work, size)[which]
     return LogprobRows(torch.from_numpy(logits), torch.from_numpy(tokens), int(work.logprobs.max()))
 

@@ -208,6 +208,25 @@ class Scheduler:
             self._states.keep_before(zip(*(x[some].tolist() for x in columns), strict=True))
         return Work.of(batch, order, counts, drafts)
 
+    def repeat(self, work: Work) -> Work | None:
+        """The step after a plain one that is on its way, if it is the same, each token one further
+        on; blocks for it are taken. None where it has to be scheduled.
+        """
+        batch, places, order = self.batch, work.places, self.order
+        others = self.waiting or self.drafter is not None or self._states is not None
+        if others or self.blocks.shares_partly_filled or not work.plain:
+            return None
+        if len(order) != len(places) or not ((order == places) & work.alive()).all():
+            return None
+        length = batch.length[places]
+        if (length != work.starts + 2).any():  # one has its last token
+            return None
+        if (length > batch.held[places] * KV_BLOCK).any():
+            if not self.unhindered:
+                return None
+            self._take_blocks(work.counts)
+        return work.moved(work.counts)
+
     def advance(self, work: Work) -> None:
         """Note that a step's work is done, or on its way to the device before any other's."""
         batch, places = self.batch, work.places

@@ -133,11 +133,6 @@ class Work:
         return self.tokens - self.decodes - int(self.drafts.sum())
 
     @cached_property
-    def tells(self) -> bool:
-        """Whether the device is to tell log probabilities of any."""
-        return bool((self.logprobs >= 0).any())
-
-    @cached_property
     def tokens(self) -> int:
         """Tokens of all of them."""
         return int(self.counts.sum())
@@ -157,6 +152,15 @@ class Work:
     def masked(self) -> Bools:
         """Whose next token a device chooses from those that a mask lets come."""
         return self.batch.terms.masked[self.places] & self.samples & ~self.host
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether it is the last token of each, after which a device chooses the next one by logits
+        and draws alone: no mask, biases, drafts or log probabilities."""
+        batch, places = self.batch, self.places
+        others = self.host | self.whole | batch.terms.masked[places] | batch.held_by_client[places]
+        others |= ~self.samples | (self.counts != 1) | (self.logprobs >= 0)
+        return not (others.any() or batch.terms.bias_spans[places].any())
 
     @cached_property
     def adapted(self) -> bool:

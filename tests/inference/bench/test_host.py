@@ -37,7 +37,7 @@ def calls_of_a_step(batch: int) -> Counter[str]:
 def test_a_step_of_many_makes_as_many_calls_as_one_of_few():
     few, many = calls_of_a_step(16), calls_of_a_step(256)
     assert many - few == Counter(), "once for each request, or for some"
-    assert sum(many.values()) < 600
+    assert sum(many.values()) < 250
 
 
 def test_the_host_alone_is_measured_without_a_gpu(capsys):

@@ -155,7 +155,14 @@ def make_loop(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return execute(pickle.loads(pickle.dumps(plan)))
 
-    executor.execute = copied
+    launch, batch = loop.runner.launch, scheduler.batch
+
+    def launched(work: Any, prepared: Any = None) -> Any:
+        assert work.alive().all()
+        assert (batch.held[work.places] * 64 >= work.starts + work.counts).all()
+        return launch(work, prepared)
+
+    executor.execute, loop.runner.launch = copied, launched
     return active, loop, blocks
 
 
@@ -166,10 +173,12 @@ def serve(
     aborts: float = 0.0,
     shortages: float = 0.0,
     speculation: SpeculativeDecoder | None = None,
+    ahead: bool = True,
 ) -> dict:
     """Tokens and reasons of requests that arrive when they like, by number."""
     assert config.max_model_len is not None
     active, loop, blocks = make_loop(config, rng, shortages)
+    loop._ahead = ahead
     loop._scheduler.drafter = speculation
     todo, found, idle = list(enumerate(requests)), {}, 0
     gained: dict[str, list[int]] = {}
@@ -211,10 +220,10 @@ def serve(
 
 
 def served_alone(requests: list, rng: random.Random, limit: int) -> dict:
-    """The same, of requests that run one by one, step by step."""
+    """The same, of requests that run one by one, each step planned when the last one is known."""
     blocks = blocks_for(limit)
     alone = EngineConfig(max_batch_size=1, max_model_len=limit, kv_blocks=blocks, eager=True)
-    return serve(requests, rng, alone)
+    return serve(requests, rng, alone, ahead=False)
 
 
 def added(active: ActiveRequests, i: int, prompt: list[int], params: SamplingParams) -> None:
@@ -301,6 +310,40 @@ def test_steps_of_drafts_are_planned_while_the_one_before_runs(monkeypatch):
     assert found == wanted
     assert planned.count(True) > 0.7 * len(planned) > 30
     assert 0 < speculation.accepted.sum() < speculation.proposed.sum()
+
+
+@pytest.mark.parametrize("blocks", [20, 9])  # of 9 one gives way
+def test_steps_of_the_same_requests_are_planned_once(blocks, monkeypatch):
+    """Across blocks, until one ends or its biases change."""
+    config = EngineConfig(max_batch_size=4, max_model_len=300, kv_blocks=blocks)
+    kinds = [{}, {"temperature": 1.0, "seed": 4}, {"min_p": 0.2, "temperature": 2.0, "seed": 1}]
+    requests = [
+        ([i + 1] * (50 + i), SamplingParams(max_tokens=200 - i, ignore_eos=True, **own))
+        for i, own in enumerate(kinds)
+    ]
+    late = {"logit_bias": {END: 50.0}, "min_tokens": 30}
+    requests.append(([4], SamplingParams(max_tokens=90, **late)))
+    wanted = served_alone(requests, random.Random(0), 300)
+    assert len(wanted[3][0]) == 31, "it ends as soon as it may"
+    scheduled, schedule = [], Scheduler.schedule
+    monkeypatch.setattr(
+        Scheduler, "schedule", lambda own, *args: scheduled.append(own) or schedule(own, *args)
+    )
+    assert serve(requests, random.Random(0), config) == wanted
+    assert len(scheduled) < (80 if blocks == 20 else 200)
+
+
+def test_who_arrives_begins_with_the_next_step():
+    config = EngineConfig(max_batch_size=2, max_model_len=99, kv_blocks=9)
+    active, loop, _ = make_loop(config, random.Random(0))
+    added(active, 0, [1, 2], SamplingParams(max_tokens=50, ignore_eos=True))
+    for step in range(1, 40):
+        if step % 9 == 0:
+            added(active, step, [7], SamplingParams(max_tokens=1, ignore_eos=True))
+            loop.step()
+            assert str(step) in loop.step().names
+        else:
+            loop.step()
 
 
 def test_warming_up_tells_what_steps_take():
