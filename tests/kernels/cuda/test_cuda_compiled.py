@@ -67,7 +67,7 @@ def test_machine_code_is_kept_and_follows_from_all_that_is_compiled(tmp_path, mo
     monkeypatch.setenv("PTQ_CACHE", str(tmp_path / "cache"))
     source, included = tmp_path / "one.cu", tmp_path / "two.cuh"
     source.write_text(
-        '#include "two.cuh"\nextern "C" __global__ void one(int* x) { *x = N + TWO; }'
+        '#include "two.cuh"\nextern "C" __global__ void one(int* x) { *x = 9 * N + TWO; }'
     )
     included.write_text("#define TWO 2")
     first = compiled(source, {"N": 1}, (9, 0))
