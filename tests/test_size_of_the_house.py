@@ -20,7 +20,7 @@ SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h"}
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 108_172,
+    "lines of source": 108_181,
     "files of source": 547,
     "lines of imports, in 1,000 lines of code": 82,
     "crowded classes": 3,

@@ -51,51 +51,124 @@ __device__ __forceinline__ void lay_integers(const Block& own, Memory& memory, c
 }
 #endif
 
-// Some rows of a product, of the blocks that a warp multiplies.
+// Some rows of a product, of which a warp has the blocks that it multiplies: what programs hand on in
+// bf16, which is normed, or in fp32.
 template <int P, int TOGETHER>
 struct SomeRows {
-  static constexpr int COUNT = own_blocks(P), WORDS_ASKED = normed(P) ? 2 : 4;  // bf16, or fp32
-  u32 bits[TOGETHER][COUNT][WORDS_ASKED];
+  static constexpr int COUNT = own_blocks(P), EACH = normed(P) ? 2 : 4, NUMBERS = 4 * COUNT;
+  const Block& own;
+  const int first, warp, lane;
+  u32 bits[TOGETHER][COUNT][EACH];
+  float y[TOGETHER][NUMBERS], scale[TOGETHER], fault[TOGETHER] = {};
 
-  __device__ __forceinline__ static bool real(int first, int row, int i, int warp) {
-    return first + row < ROWS && warp + i * WARPS < blocks(P);
+  __device__ __forceinline__ SomeRows(const Block& own, int first, int warp, int lane)
+      : own(own), first(first), warp(warp), lane(lane) {}
+
+  __device__ __forceinline__ int row_of(int r) const { return min(first + r, ROWS - 1); }
+  __device__ __forceinline__ int block_of(int i) const { return warp + i * WARPS; }
+  __device__ __forceinline__ bool real(int r, int i) const {
+    return first + r < ROWS && block_of(i) < blocks(P);
   }
-  __device__ __forceinline__ bool waiting(int row, int i) const {
+  __device__ __forceinline__ bool waiting(int r, int i) const {
     bool found = false;
 #pragma unroll
-    for (int j = 0; j < WORDS_ASKED; j++) {
-      found |= normed(P) ? half_blank(bits[row][i][j]) : bits[row][i][j] == BLANK;
+    for (int j = 0; j < EACH; j++) {
+      found |= normed(P) ? half_blank(bits[r][i][j]) : bits[r][i][j] == BLANK;
     }
     return found;
   }
+
   // Reads until all is there: what is not is asked for together.
-  __device__ __forceinline__ void read(const void* x, int first, int warp, int lane) {
+  __device__ __forceinline__ void read(const void* x) {
     bool all = true, more;
     do {
       more = false;
 #pragma unroll
       for (int k = 0; k < TOGETHER * COUNT; k++) {
-        const int row = k / COUNT, i = k % COUNT;
-        if (!real(first, row, i, warp) || !(all || waiting(row, i))) continue;
-        const int at = (first + row) * inputs(P) + (warp + i * WARPS) * 128 + lane * 4;
-        if (normed(P)) read_two_now(bits[row][i], (const u16*)x + at);
-        else read_four_now(bits[row][i], (const u32*)x + at);
+        const int r = k / COUNT, i = k % COUNT;
+        if (!real(r, i) || !(all || waiting(r, i))) continue;
+        const int at = (first + r) * inputs(P) + block_of(i) * 128 + lane * 4;
+        if (normed(P)) read_two_now(bits[r][i], (const u16*)x + at);
+        else read_four_now(bits[r][i], (const u32*)x + at);
       }
       all = false;
 #pragma unroll
       for (int k = 0; k < TOGETHER * COUNT; k++) {
-        more |= real(first, k / COUNT, k % COUNT, warp) && waiting(k / COUNT, k % COUNT);
+        more |= real(k / COUNT, k % COUNT) && waiting(k / COUNT, k % COUNT);
       }
     } while (__any_sync(~0u, more));
+#pragma unroll
+    for (int k = 0; k < TOGETHER * NUMBERS; k++) {
+      const int r = k / NUMBERS, i = k / 4 % COUNT, j = k % 4;
+      const u32 word = bits[r][i][normed(P) ? j / 2 : j % EACH];
+      const float value = !normed(P) ? __uint_as_float(word) : j % 2 ? high(word) : low(word);
+      y[r][k % NUMBERS] = real(r, i) ? value : 0.f;
+    }
   }
-  __device__ __forceinline__ float value(int row, int i, int j) const {
-    if (!normed(P)) return __uint_as_float(bits[row][i][j % WORDS_ASKED]);
-    return j % 2 ? high(bits[row][i][j / 2]) : low(bits[row][i][j / 2]);
+
+  __device__ __forceinline__ void norm(Memory& memory, const u32 (&weight)[COUNT][2]) {
+#pragma unroll
+    for (int r = 0; r < TOGETHER; r++) {
+      float sum = 0;
+#pragma unroll
+      for (int k = 0; k < NUMBERS; k++) sum += y[r][k] * y[r][k];
+      if (first + r < ROWS) leave_squares(memory, sum, first + r, warp, lane);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < TOGETHER; r++) {
+      const float factor = norm_factor(own, memory, row_of(r));
+      fault[r] = 0.f * factor;
+      if (factor == 0.f) fault[r] = __int_as_float(0x7fffffff);  // of a sum that is infinite
+#pragma unroll
+      for (int k = 0; k < NUMBERS; k++) {
+        const u32 both = weight[k / 4][k % 4 / 2];
+        y[r][k] = y[r][k] * factor * (k % 2 ? high(both) : low(both));
+      }
+    }
+  }
+
+  // What rows count in: a static scale, or one by the largest of a row over all warps.
+  __device__ __forceinline__ void find_scales(Memory& memory) {
+    if (own.static_scale[P]) {
+#pragma unroll
+      for (int r = 0; r < TOGETHER; r++) scale[r] = static_scale_of(own, P, row_of(r));
+      return;
+    }
+#pragma unroll
+    for (int r = 0; r < TOGETHER; r++) {
+      float top = 0;
+#pragma unroll
+      for (int k = 0; k < NUMBERS; k++) top = fmaxf(top, fabsf(y[r][k]));
+      const u32 found = __reduce_max_sync(~0u, __float_as_uint(top));
+      if (lane == 0 && first + r < ROWS) memory.tops[first + r][warp] = __uint_as_float(found);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < TOGETHER; r++) {
+      float top = 0;
+#pragma unroll
+      for (int i = 0; i < WARPS; i++) top = fmaxf(top, memory.tops[row_of(r)][i]);
+      scale[r] = fmaxf(__fdiv_rn(top, 127.f), LEAST_SCALE);
+    }
+  }
+
+  __device__ __forceinline__ void lay(Memory& memory) const {
+#pragma unroll
+    for (int k = 0; k < TOGETHER * COUNT; k++) {
+      const int r = k / COUNT, i = k % COUNT;
+      if (first + r >= ROWS) break;
+      if (i == 0 && warp == 0 && lane == 0) memory.scale[P & 1][first + r] = scale[r] + fault[r];
+      const float times = __fdiv_rn(1.f, scale[r]);
+      const float* own_y = y[r] + 4 * i;
+      const u32 both = quantized(own_y[0], times) | quantized(own_y[1], times) << 8;
+      const u32 rest = quantized(own_y[2], times) | quantized(own_y[3], times) << 8;
+      if (real(r, i)) memory.x[block_of(i)][first + r][lane] = both | rest << 16;
+    }
   }
 };
 
-// Leaves the blocks of rows that this warp multiplies, once they are there, quantized by a static
-// scale or by the largest of a row; that and norms are of all warps.
+// Leaves the blocks of rows that this warp multiplies, once they are there, as integers.
 template <int P>
 __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const void* x,
                                          int warp, int lane) {
@@ -110,7 +183,6 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
       }
       if (warp == 0 && lane == 0) memory.scale[P & 1][row] = own.x_scale[own.x_scaled * row];
     }
-    __syncwarp();
     return;
   }
 #if STATIC
@@ -120,90 +192,26 @@ __device__ __forceinline__ void lay_rows(const Block& own, Memory& memory, const
     for (int row = 0; row < ROWS; row += TOGETHER) {
       lay_integers<P, TOGETHER>(own, memory, x, row, warp, lane);
     }
-    __syncwarp();
     return;
   }
 #endif
-  u32 norm[COUNT][2];
+  u32 weight[COUNT][2];
 #pragma unroll
   for (int i = 0; i < (normed(P) ? COUNT : 0); i++) {
     const int block = warp + i * WARPS;
     const u32* place = (const u32*)(own.norm[P == NEXT_QKV] + block * 128 + lane * 4);
-    norm[i][0] = block < blocks(P) ? __ldg(place) : 0;
-    norm[i][1] = block < blocks(P) ? __ldg(place + 1) : 0;
+    weight[i][0] = block < blocks(P) ? __ldg(place) : 0;
+    weight[i][1] = block < blocks(P) ? __ldg(place + 1) : 0;
   }
   constexpr int TOGETHER = smaller(ROWS, larger(1, 8 / COUNT));
 #pragma unroll 1
   for (int first = 0; first < ROWS; first += TOGETHER) {
-    SomeRows<P, TOGETHER> rows;
-    rows.read(x, first, warp, lane);
-    float y[TOGETHER][COUNT][4], fault[TOGETHER] = {}, scale[TOGETHER];
-#pragma unroll
-    for (int k = 0; k < TOGETHER * COUNT * 4; k++) {
-      const int row = k / 4 / COUNT, i = k / 4 % COUNT;
-      y[row][i][k % 4] = rows.real(first, row, i, warp) ? rows.value(row, i, k % 4) : 0.f;
-    }
-    if (normed(P)) {
-#pragma unroll
-      for (int row = 0; row < TOGETHER; row++) {
-        float sum = 0;
-#pragma unroll
-        for (int k = 0; k < COUNT * 4; k++) sum += y[row][k / 4][k % 4] * y[row][k / 4][k % 4];
-        if (first + row < ROWS) leave_squares(memory, sum, first + row, warp, lane);
-      }
-      __syncthreads();
-#pragma unroll
-      for (int row = 0; row < TOGETHER; row++) {
-        const float factor = norm_factor(own, memory, min(first + row, ROWS - 1));
-        fault[row] = 0.f * factor;
-        if (factor == 0.f) fault[row] = __int_as_float(0x7fffffff);  // of a sum that is infinite
-#pragma unroll
-        for (int k = 0; k < COUNT * 4; k++) {
-          const u32 both = norm[k / 4][k % 4 / 2];
-          float& own_y = y[row][k / 4][k % 4];
-          own_y = own_y * factor * (k % 2 ? high(both) : low(both));
-        }
-      }
-    }
-    if (own.static_scale[P]) {
-#pragma unroll
-      for (int row = 0; row < TOGETHER; row++) {
-        scale[row] = static_scale_of(own, P, min(first + row, ROWS - 1));
-      }
-    } else {
-#pragma unroll
-      for (int row = 0; row < TOGETHER; row++) {
-        float top = 0;
-#pragma unroll
-        for (int k = 0; k < COUNT * 4; k++) top = fmaxf(top, fabsf(y[row][k / 4][k % 4]));
-        const u32 bits = __reduce_max_sync(~0u, __float_as_uint(top));
-        if (lane == 0 && first + row < ROWS) memory.tops[first + row][warp] = __uint_as_float(bits);
-      }
-      __syncthreads();
-#pragma unroll
-      for (int row = 0; row < TOGETHER; row++) {
-        float top = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) top = fmaxf(top, memory.tops[min(first + row, ROWS - 1)][i]);
-        scale[row] = fmaxf(__fdiv_rn(top, 127.f), LEAST_SCALE);
-      }
-    }
-#pragma unroll
-    for (int row = 0; row < TOGETHER; row++) {
-      if (first + row >= ROWS) break;
-      if (warp == 0 && lane == 0) memory.scale[P & 1][first + row] = scale[row] + fault[row];
-      const float times = __fdiv_rn(1.f, scale[row]);
-#pragma unroll
-      for (int i = 0; i < COUNT; i++) {
-        const int block = warp + i * WARPS;
-        const float* own_y = y[row][i];
-        const u32 both = quantized(own_y[0], times) | quantized(own_y[1], times) << 8;
-        const u32 rest = quantized(own_y[2], times) | quantized(own_y[3], times) << 8;
-        if (block < blocks(P)) memory.x[block][first + row][lane] = both | rest << 16;
-      }
-    }
+    SomeRows<P, TOGETHER> rows(own, first, warp, lane);
+    rows.read(x);
+    if (normed(P)) rows.norm(memory, weight);
+    rows.find_scales(memory);
+    rows.lay(memory);
   }
-  __syncwarp();
 }
 
 // Rows of int8: all are laid before the first block is multiplied.
@@ -219,6 +227,7 @@ struct Rows {
   __device__ __forceinline__ void leave(Memory&, int, int) const {}
   __device__ __forceinline__ void lay_whole(Memory& memory, Router&, int warp, int lane) const {
     lay_rows<P>(own, memory, x, warp, lane);
+    __syncwarp();
   }
 };
 
