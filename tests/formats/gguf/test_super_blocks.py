@@ -157,8 +157,8 @@ def test_from_a_recipe_to_a_file_and_back(make_model, tmp_path):
     assert kinds["attn_q.weight"] == kinds["ffn_up.weight"] == "Q4_K"
     assert kinds["ffn_down.weight"] == "Q4_1"
     unpack(tmp_path / "Q4_K.gguf", tmp_path / "back")
-    # Of Q4_1 minima are rounded to fp16.
-    torch.testing.assert_close(logits(made), logits(tmp_path / "back"), atol=2e-3, rtol=0)
+    # Of Q4_1 minima are rounded to fp16; which weights two_sided finds depends on the processor.
+    torch.testing.assert_close(logits(made), logits(tmp_path / "back"), atol=4e-3, rtol=0)
     assert Checkpoint.open(made).scheme == SCHEME
     convert(tmp_path / "back", tmp_path / "again.gguf", "gguf")
     again = GgufFile(tmp_path / "again.gguf").tensors
