@@ -27,7 +27,7 @@ LIMITS = {
     "functions over 60 lines": 4,
     "files over 400 lines": 6,
     "odd words": 39,
-    "lines of tests": 62_009,
+    "lines of tests": 62_011,
 }
 # How far a number may fall below its limit before the limit is to follow.
 SLACK = {"lines of source": 500, "lines of tests": 500, "files of source": 10, "odd words": 30}

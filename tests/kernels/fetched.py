@@ -28,6 +28,8 @@ def fetched(package: str, version: str, megabytes: int) -> Path:
         pytest.skip(f"no index gives {package} {version}: {done.stderr.strip().splitlines()[-1]}")
     try:
         draft.rename(folder)
-    except OSError:  # another process was faster
-        shutil.rmtree(draft)
+    except OSError:
+        if not folder.exists():
+            raise
+        shutil.rmtree(draft)  # another process was faster
     return folder
