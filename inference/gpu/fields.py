@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference.scheduling.work import Work
+
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
@@ -32,15 +34,14 @@ class HostBlock:
         bytes: uint8, one dimension; zero at first.
         arrays: The arrays in it, by name.
         moved: When its bytes have been moved; None if nobody moves them.
-        steps: What the steps have in common the last of which it has the arrays of; None until
-            that is launched.
+        launched: The work whose arrays it holds, once that is launched; None before.
     """
 
     def __init__(self, shapes: Shapes, *, pinned: bool) -> None:
         self.bytes = torch.zeros(_size(shapes), dtype=torch.uint8, pin_memory=pinned)
         self.arrays: Arrays = {k: v.numpy() for k, v in _views(self.bytes, shapes).items()}
         self.moved: torch.cuda.Event | None = None
-        self.steps: object | None = None
+        self.launched: Work | None = None
 
 
 class HostBlocks:

@@ -70,7 +70,7 @@ class DeviceLoop:
             result += self.settle()
             return result
         self._waiting = result  # is returned even where launching fails
-        launched = self._launch(work, ahead if ahead and ahead.precedes(work) else None)
+        launched = self._launch(work, ahead if ahead and ahead.is_like(work) else None)
         if drafted:  # what the host did since the last step no device's time hides
             launched.at = self._collected
         result = self.settle()
@@ -90,7 +90,7 @@ class DeviceLoop:
         self._scheduler.note_time(work, now - max(self._collected, launched.at))
         self._collected = now
         alive, result = work.alive(), waiting  # others have ended since
-        spoiled = alive & (not work.plain and _spoiled_by_drafts(launched, tokens))
+        spoiled = alive & _spoiled_by_drafts(launched, tokens)
         alive &= ~spoiled
         drafter = self._scheduler.drafter
         if launched.hidden and drafter is not None:

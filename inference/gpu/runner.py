@@ -76,13 +76,8 @@ class Launched:
         return self.step.work
 
     @property
-    def rows(self) -> Work:
-        """The same with drafts as slices of their own (`Work.row_by_row`)."""
-        return self.step.rows
-
-    @property
     def firsts(self) -> Ints:
-        """The one of `rows` of each slice of `work` that is its last token but for drafts."""
+        """The one of `step.rows` of each slice of `work` that is its last token but for drafts."""
         return np.cumsum(self.step.parts) - 1 - self.work.drafts
 
     @property
@@ -91,25 +86,26 @@ class Launched:
         return self.executed.done is not None and self.executed.done.query()
 
     def tokens(self) -> Ints:
-        """Wait for the step: the next token of each of `rows`, negative where logits were not
+        """Wait for the step: the next token of each of `step.rows`, negative where logits were not
         finite; of no meaning where the slice is not its sequence's last."""
         if self.executed.done is not None:
             self.executed.done.synchronize()
         if self.work.plain:
             return self.executed.tokens.numpy()[self.step.places]
-        found = np.zeros(len(self.rows), np.int64)
-        samples = self.rows.samples
+        samples = self.step.rows.samples
+        found = np.zeros(len(samples), np.int64)
         found[samples] = self.executed.tokens.numpy()[self.step.places[samples]]
         return found
 
     def logprobs(self) -> dict[int, dict[int, float]]:
         """Of a step that was waited for: what the device tells with new tokens, by index in
-        `rows`."""
+        `step.rows`."""
         if self.executed.logprobs is None:
             return {}
-        which, found = np.flatnonzero(self.rows.logprobs >= 0), {}
+        rows, found = self.step.rows, {}
+        which = np.flatnonzero(rows.logprobs >= 0)
         ranked = zip(*(tensor.tolist() for tensor in self.executed.logprobs), strict=True)
-        own = zip(which.tolist(), self.rows.logprobs[which].tolist(), strict=True)
+        own = zip(which.tolist(), rows.logprobs[which].tolist(), strict=True)
         for (row, count), (index, values) in zip(own, ranked, strict=True):
             best = dict(zip(index[:count], values, strict=False))
             found[row] = best | {index[-1]: values[-1]}
@@ -127,8 +123,8 @@ class Launched:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step whose arrays are written; before it is launched its tokens may move on, and after that
-    others may follow that differ by where their tokens stand alone.
+    """A step whose arrays are written. Where its tokens stand may change before it is launched, and
+    from it to the next step, which then need not be planned.
 
     Attributes:
         work: What runs.
@@ -137,8 +133,6 @@ class Prepared:
         plan: What the device gets.
         block: The arrays of the plan.
         places: Of `inference.gpu.steps.places`.
-        steps: What it has in common with those that it was moved to; its block says so, too, once
-            it was launched.
     """
 
     work: Work
@@ -147,14 +141,14 @@ class Prepared:
     plan: StepPlan
     block: HostBlock
     places: Ints
-    steps: object = field(default_factory=object)
 
-    def precedes(self, work: Work) -> bool:
-        """Whether work is this one, some tokens further on: what `Work.moved` gave of it."""
-        return work.counts is self.work.counts
+    def is_like(self, work: Work | None) -> bool:
+        """Whether work is this one but for where its tokens stand: `Work.moved` gave the one of the
+        other."""
+        return work is not None and work.counts is self.work.counts
 
     def moved(self, work: Work) -> Prepared:
-        """The same for work that it `precedes`; the arrays are as they were."""
+        """The same for work that it `is_like`; the arrays are as they were."""
         rows = work
         if self.rows is not self.work:
             rows = self.rows.moved(np.repeat(work.starts - self.work.starts, self.parts))
@@ -231,7 +225,7 @@ class GpuRunner:
             step = self._prepared(work.decodes_first())  # attention takes single tokens first
         else:
             step = prepared.moved(work)
-            if step.block.steps is step.steps:
+            if step.is_like(step.block.launched):
                 step = self._in_another_block(step)
             write_moved(step.block.arrays, step.rows)
         plan = step.plan
@@ -247,7 +241,7 @@ class GpuRunner:
         step.block.moved = executed.done
         if plan.edits is not None:
             self.executor.edits.note(step.rows, plan.edits)
-        step.block.steps = step.steps
+        step.block.launched = step.work
         return Launched(step, executed)
 
     def follow(self, size: Size | WholeSize, arrays: bytes) -> None:
@@ -329,7 +323,7 @@ class GpuRunner:
     def _in_another_block(self, step: Prepared) -> Prepared:
         """A step of single tokens whose block is on its way, in one that is not."""
         block = self._block_for(step.plan.size)
-        if block.steps is not step.steps:
+        if not step.is_like(block.launched):
             block.bytes.numpy()[:] = step.block.bytes.numpy()
         write_tables(block.arrays["tables"], self._batch, step.rows.places)
         return replace(step, block=block, plan=replace(step.plan, block=block.bytes))
@@ -337,7 +331,7 @@ class GpuRunner:
     def _planned(self, work: Work, size: Size | WholeSize) -> tuple[StepPlan, HostBlock]:
         """A step as the device gets it, and the block that says so."""
         block = self._block_for(size)
-        block.steps = None
+        block.launched = None
         write_step(block.arrays, work, size)
         edits = self.executor.edits.new_for(work)
         read, wanted = logprob_rows(work, size), wanted_tokens(work, size)

@@ -156,8 +156,7 @@ class Scheduler:
         waits = waits or self._states is not None  # whose rows for drafts are chosen later
         if self.drafter is None or waits or not np.array_equal(places, self.order):
             return None
-        others = work.host | work.whole | batch.terms.masked[places] | batch.held_by_client[places]
-        if work.prompt_tokens or others.any() or not work.samples.all():
+        if work.prompt_tokens or work.needs_host.any() or not work.samples.all():
             return None
         length = work.starts + 2 + work.drafts  # if all are accepted
         most = batch.terms.last[places] - length

@@ -154,13 +154,17 @@ class Work:
         return self.batch.terms.masked[self.places] & self.samples & ~self.host
 
     @cached_property
+    def needs_host(self) -> Bools:
+        """Whose logits the host wants, or whose next token it, a mask or a client decides on."""
+        batch, places = self.batch, self.places
+        return self.host | self.whole | batch.terms.masked[places] | batch.held_by_client[places]
+
+    @cached_property
     def plain(self) -> bool:
         """Whether it is the last token of each, after which a device chooses the next one by logits
         and draws alone: no mask, biases, drafts or log probabilities."""
-        batch, places = self.batch, self.places
-        others = self.host | self.whole | batch.terms.masked[places] | batch.held_by_client[places]
-        others |= ~self.samples | (self.counts != 1) | (self.logprobs >= 0)
-        return not (others.any() or batch.terms.bias_spans[places].any())
+        others = self.needs_host | ~self.samples | (self.counts != 1) | (self.logprobs >= 0)
+        return not (others.any() or self.batch.terms.bias_spans[self.places].any())
 
     @cached_property
     def adapted(self) -> bool:
