@@ -210,7 +210,12 @@ def measure_steps(argv: Sequence[str] | None = None) -> int:
     arguments = steps_parser().parse_args(argv)
     if arguments.host:
         from inference.bench.steps import measure_host
+        from kernels.devices import check_triton
 
+        try:
+            check_triton()
+        except ValueError as error:
+            raise EngineError(f"--host plans steps as for a GPU, and {error}") from error
         for batch in arguments.batch:
             us = measure_host(batch, arguments.context)
             text = f"{us:6.0f} us a step, {us / batch:.2f} us a sequence"

@@ -12,14 +12,8 @@ from torch import Tensor
 from inference.scheduling.work import Work
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
-
-
 Shapes = Mapping[str, Shape]
-
-
 Arrays = Mapping[str, NDArray]
-
-
 BLOCKS = 2  # of each kind: one is written while the other is on its way
 
 

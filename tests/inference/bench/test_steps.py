@@ -127,12 +127,14 @@ def test_one_line_says_why_it_does_not_run(command, monkeypatch, capsys):
     assert ("torch sees 0 GPUs" if "a8w8c8" in command else "found 'w5'") in err
 
 
-def test_a_gpu_without_triton(monkeypatch, capsys):
+@pytest.mark.parametrize("command", [[], ["--host"]])
+def test_a_gpu_without_triton(command, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert run_command(bench.measure_steps, []) == 2
+    assert run_command(bench.measure_steps, command) == 2
+    start = "--host plans steps as for a GPU, and" if command else "device:"
     assert capsys.readouterr().err == (
-        "error: device: a GPU needs Triton, which is not installed: pip install "
+        f"error: {start} a GPU needs Triton, which is not installed: pip install "
         f"'triton>=3.6' (for torch {torch.__version__})\n"
     )
 
