@@ -20,14 +20,14 @@ SOURCES = {".py", ".cpp", ".cu", ".cuh", ".h"}
 ODD_WORDS = re.compile(r"(?<![a-z])(told|lies|behind|came|whereof|somebody)(?![a-z])")
 
 LIMITS = {
-    "lines of source": 108_181,
+    "lines of source": 108_203,
     "files of source": 547,
     "lines of imports, in 1,000 lines of code": 82,
     "crowded classes": 3,
     "functions over 60 lines": 4,
     "files over 400 lines": 6,
     "odd words": 39,
-    "lines of tests": 62_011,
+    "lines of tests": 62_019,
 }
 # How far a number may fall below its limit before the limit is to follow.
 SLACK = {"lines of source": 500, "lines of tests": 500, "files of source": 10, "odd words": 30}

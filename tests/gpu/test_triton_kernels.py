@@ -20,7 +20,7 @@ if torch.cuda.is_available():
     from kernels.triton.attention.prefill import prefill_attention
     from kernels.triton.attention.rope_cache import rope_write
     from kernels.triton.linear.w8a8 import pack_w8a8
-    from kernels.triton.linear.w16a16 import DenseWeight
+    from kernels.triton.linear.w16a16 import EACH, DenseWeight
     from kernels.triton.linear.weight_only import pack_w4a16
     from kernels.triton.tuning import KVSplit, PrefillTile, Tile
 
@@ -73,7 +73,7 @@ def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(
     for outputs, inputs in sizes:
         w = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
         bias = torch.randn(outputs, device="cuda", dtype=torch.bfloat16)
-        for rows, splits in ((1, 1), (16, 2), (50, 3)):
+        for rows, splits in ((1, 1), (8, 1), (16, 2), (50, 3)):
             x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
             wanted = twins.float_linear(x, w, bias)
             weight = DenseWeight(w, bias)
@@ -86,6 +86,8 @@ def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(
                 assert not workspace.arrivals.any()
             got = weight.run(x, None, workspace, torch.float32)
             assert case.relative(got, wanted) < 1e-4, (rows, outputs)
+            few = rows <= 16 and rows * outputs <= 3072
+            assert (weight.tile(x, torch.float32, None) == EACH) == few
 
 
 @pytest.mark.parametrize("splits", [1, 3, 8])

@@ -94,7 +94,7 @@ def test_w16a16(generation):
         for rows, (outputs, inputs) in zip((3, 20, 1, 17, 40), sizes, strict=True):
             x, w = (torch.randn(n, inputs).half() for n in (rows, outputs))
             bias = torch.randn(outputs).half()
-            for own, tile in ((bias, tiles[0]), (None, tiles[1]), (bias, tiles[2])):
+            for own, tile in zip((bias, None, bias, bias), (*tiles, w16a16.EACH), strict=True):
                 weight = w16a16.DenseWeight(w, own)
                 tile = tile or weight.few_rows_tile(x)
                 got = weight.run(x, None, workspace, torch.float32, tile=tile)
