@@ -15,7 +15,7 @@ then, which has its weights when its input is there: on an H200 the router of gp
 us for a token, and 4.5 by tiles.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportArgumentType=false
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -232,7 +232,7 @@ class DenseWeight(GpuWeight):
             f"bfloat16 [N, K], K in {ALIGNED}s",
         )
         check_inputs(x, (weight.dtype,), inputs)
-        if tile == EACH:
+        if tile == EACH and sorted_rows is None:
             each_sum_kernel[(outputs, len(x))](
                 x, weight, self.bias, product.out, outputs, inputs,
                 BLOCK=triton.next_power_of_2(inputs), BIAS=self.bias is not None, **overlap(),
