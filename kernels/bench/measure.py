@@ -208,9 +208,9 @@ def to_json(limits: Limits, rows: Sequence[Row], missing: dict[tuple[str, str], 
 
 @cache
 def copied_bandwidth() -> float:
-    """Bytes a microsecond, read and written, of a kernel that copies 1 GiB on the GPU.
+    """Bytes a microsecond, read and written, of a kernel that copies 1 GiB, negated, on the GPU.
 
-    It negates them: what `copy_` adds to a CUDA graph is no kernel, and a third slower.
+    In a CUDA graph `copy_` would be a memcpy node, which is a third slower.
     """
     x = torch.randint(-(2**31), 2**31, (1 << 28,), dtype=torch.int32, device="cuda")
     y, clock = torch.empty_like(x), CLOCKS["cuda"]

@@ -20,7 +20,7 @@ if torch.cuda.is_available():
     from kernels.triton.attention.prefill import prefill_attention
     from kernels.triton.attention.rope_cache import rope_write
     from kernels.triton.linear.w8a8 import pack_w8a8
-    from kernels.triton.linear.w16a16 import EACH, DenseWeight
+    from kernels.triton.linear.w16a16 import GEMV, DenseWeight
     from kernels.triton.linear.weight_only import pack_w4a16
     from kernels.triton.tuning import KVSplit, PrefillTile, Tile
 
@@ -77,8 +77,7 @@ def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(
             x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
             wanted = twins.float_linear(x, w, bias)
             weight = DenseWeight(w, bias)
-            by_rule = weight.few_rows_tile(x)
-            for tile in (by_rule, Tile(64, 16, splits if outputs < 2**16 else 1)):
+            for tile in (weight.few_rows_tile(x), Tile(64, 16, splits if outputs < 2**16 else 1)):
                 args = x, None, workspace, torch.float32, None, tile
                 first = weight.run(*args)
                 assert case.relative(first, wanted) < 1e-4, (rows, outputs, tile)
@@ -86,8 +85,7 @@ def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(
                 assert not workspace.arrivals.any()
             got = weight.run(x, None, workspace, torch.float32)
             assert case.relative(got, wanted) < 1e-4, (rows, outputs)
-            few = rows <= 16 and rows * outputs <= 3072
-            assert (weight.tile(x, torch.float32, None) == EACH) == few
+            assert (weight.tile(x, x.dtype, None) == GEMV) == (rows < 17 and rows * outputs <= 3072)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 8])

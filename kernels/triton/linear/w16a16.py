@@ -10,9 +10,9 @@ x has fewer), so that the tile of the sum is transposed.
 Tiles need not divide a weight: what is beyond its last output and input is read as zeros, or the
 last output again, and not stored.
 
-Of few sums, such as a router's, nearly all time is spent waiting. Each has a program of its own
-then, which has its weights when its input is there: on an H200 the router of gpt-oss-20b takes 1.5
-us for a token, and 4.5 by tiles.
+Small products, such as a router's, are bound by latency, not by bytes. They run as matrix-vector
+products, a program for each output and row, which loads its weights before it waits for its input:
+on an H200 the router of gpt-oss-20b takes 1.5 us for a token, by tiles 4.5.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false
@@ -52,9 +52,9 @@ from kernels.triton.tuning import Tile
 
 MANY_OUTPUTS = 16384  # of as many, cuBLAS is slower up to 64 rows; of fewer up to 16
 FLOATS = (torch.float16, torch.bfloat16)
-EACH = Tile(1, 1, stages=1)  # a program for each sum
-MOST_SUMS, MOST_INPUTS = 3072, 8192  # up to which that takes less time than tiles,
-MOST_PRODUCTS = 1 << 23  # and of several rows, for each of which a weight is read
+GEMV = Tile(1, 1, stages=1)  # a matrix-vector product; it takes less time than others up to
+MOST_SUMS, MOST_INPUTS = 3072, 8192  # outputs times rows, and inputs, and for several rows up to
+MOST_PRODUCTS = 1 << 23  # multiplications, as each row reads the weight
 ALIGNED = 8  # inputs in the 16 bytes of which a row has a whole number
 
 
@@ -122,7 +122,7 @@ def w16a16_kernel(
 
 
 @triton.jit
-def each_sum_kernel(
+def gemv_kernel(
     x, weight, bias, out, N, K, BLOCK: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Program (output, row); BLOCK is K or more."""
@@ -199,9 +199,9 @@ class DenseWeight(GpuWeight):
         if sorted_rows is None and not self._few(x):
             return None
         (outputs, inputs), rows = self.size, len(x)
-        few = rows * outputs <= MOST_SUMS and inputs <= MOST_INPUTS
-        few = few and (rows == 1 or rows * outputs * inputs <= MOST_PRODUCTS)
-        return EACH if few and sorted_rows is None else self.few_rows_tile(x, sorted_rows)
+        small = rows * outputs <= MOST_SUMS and inputs <= MOST_INPUTS
+        small = small and (rows == 1 or rows * outputs * inputs <= MOST_PRODUCTS)
+        return GEMV if small and sorted_rows is None else self.few_rows_tile(x, sorted_rows)
 
     def few_rows_tile(self, x: Tensor, sorted_rows: SortedRows | None = None) -> Tile:
         """As the table or the rule says, with stages that fit."""
@@ -232,8 +232,8 @@ class DenseWeight(GpuWeight):
             f"bfloat16 [N, K], K in {ALIGNED}s",
         )
         check_inputs(x, (weight.dtype,), inputs)
-        if tile == EACH and sorted_rows is None:
-            each_sum_kernel[(outputs, len(x))](
+        if tile == GEMV and sorted_rows is None:
+            gemv_kernel[(outputs, len(x))](
                 x, weight, self.bias, product.out, outputs, inputs,
                 BLOCK=triton.next_power_of_2(inputs), BIAS=self.bias is not None, **overlap(),
             )  # fmt: skip

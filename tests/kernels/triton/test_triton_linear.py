@@ -94,12 +94,16 @@ def test_w16a16(generation):
         for rows, (outputs, inputs) in zip((3, 20, 1, 17, 40), sizes, strict=True):
             x, w = (torch.randn(n, inputs).half() for n in (rows, outputs))
             bias = torch.randn(outputs).half()
-            for own, tile in zip((bias, None, bias, bias), (*tiles, w16a16.EACH), strict=True):
+            for own, tile in zip((bias, None, bias, bias), (*tiles, w16a16.GEMV), strict=True):
                 weight = w16a16.DenseWeight(w, own)
                 tile = tile or weight.few_rows_tile(x)
                 got = weight.run(x, None, workspace, torch.float32, tile=tile)
                 assert distance(got, twins.float_linear(x, w, own)) < 1e-6
                 assert not workspace.arrivals.any()
+        patch.setattr(w16a16.DenseWeight, "_few", lambda weight, x: True)  # as on a GPU
+        for rows, outputs, small in ((1, 3072, 1), (1, 3136, 0), (4, 256, 1), (5, 256, 0)):
+            own = w16a16.DenseWeight(torch.empty(outputs, 8192).half(), None)
+            assert (own.tile(torch.empty(rows, 8192).half(), w.dtype, None) == w16a16.GEMV) == small
     weight, tile = w16a16.DenseWeight(w, None), Tile(64, 16)
     assert weight.run(x, None, workspace, torch.float16, tile=tile).dtype == torch.float16
     assert weight.run(x[:0], None, workspace, tile=tile).shape == (0, 64)
